@@ -1,0 +1,70 @@
+package redislock
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/hibiken/asynq"
+)
+
+// contention is the error of a task that could not run for no fault of its own. Only this package makes it, and only for a
+// task whose handler did not run, so a handler cannot dodge its retry count by returning a *HeldError.
+type contention struct {
+	task  *asynq.Task
+	err   error
+	delay time.Duration
+}
+
+func (c *contention) Error() string { return c.err.Error() }
+func (c *contention) Unwrap() error { return c.err }
+
+func (l *Locker) contention(task *asynq.Task, err error, delay time.Duration) error {
+	return &contention{task, err, max(delay, minRetry)}
+}
+
+// ofHandler is the error of a handler that ran. It hides a contention of some other task, which such a handler met and
+// returned, and nothing else.
+type ofHandler struct{ err error }
+
+func (e *ofHandler) Error() string        { return e.err.Error() }
+func (e *ofHandler) Is(target error) bool { return errors.Is(e.err, target) }
+func (e *ofHandler) As(target any) bool {
+	_, hidden := target.(**contention)
+	return !hidden && errors.As(e.err, target)
+}
+
+// ServerConfig returns cfg for a server whose handlers run under locks. A task that did not get its lock is put back after
+// the policy's delay, does not count as a failure, uses up none of its retries, and is not reported to cfg.ErrorHandler
+// unless it ends in the archive. For every other error cfg's own IsFailure, RetryDelayFunc and ErrorHandler, or asynq's
+// defaults, decide as before. Without it everything still works, but each contention costs the task one of its retries.
+func ServerConfig(cfg asynq.Config) asynq.Config {
+	isFailure, retryDelay, handler := cfg.IsFailure, cfg.RetryDelayFunc, cfg.ErrorHandler
+	if isFailure == nil {
+		isFailure = func(err error) bool { return err != nil }
+	}
+	if retryDelay == nil {
+		retryDelay = asynq.DefaultRetryDelayFunc
+	}
+	cfg.IsFailure = func(err error) bool {
+		var c *contention
+		return !errors.As(err, &c) && isFailure(err)
+	}
+	cfg.RetryDelayFunc = func(n int, err error, task *asynq.Task) time.Duration {
+		var c *contention
+		if errors.As(err, &c) {
+			return c.delay
+		}
+		return retryDelay(n, err, task)
+	}
+	if handler != nil {
+		cfg.ErrorHandler = asynq.ErrorHandlerFunc(func(ctx context.Context, task *asynq.Task, err error) {
+			var c *contention
+			if errors.As(err, &c) && !lastAttempt(ctx) && !errors.Is(err, asynq.SkipRetry) {
+				return
+			}
+			handler.HandleError(ctx, task, err)
+		})
+	}
+	return cfg
+}

@@ -1,0 +1,461 @@
+package redislock
+
+import (
+	"context"
+	_ "embed"
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/redis/go-redis/v9"
+)
+
+// The algorithm is the single-instance lock of the Redis documentation (SET NX PX with a random token, compare-and-delete
+// in Lua), with a lease that is extended and a validity that is kept by the local monotonic clock.
+
+//go:embed script/extend.lua
+var extendSource string
+
+//go:embed script/release.lua
+var releaseSource string
+
+//go:embed script/done.lua
+var doneSource string
+
+var (
+	extendScript  = redis.NewScript(extendSource)
+	releaseScript = redis.NewScript(releaseSource)
+	doneScript    = redis.NewScript(doneSource)
+)
+
+// What the scripts answer.
+const (
+	replyOurs    = 1
+	replyGone    = 0
+	replyAnother = -1
+)
+
+// Lock is a lock that was acquired. It is extended in the background until it is released, lost or abandoned, and then stays
+// so for ever. All methods are safe for concurrent use.
+type Lock struct {
+	locker *Locker
+	key    string
+	token  string
+	value  string // what is at the key while it is ours
+	self   Holder
+	since  time.Time     // acquired
+	waited time.Duration // until acquired
+	ctx    context.Context
+	cancel context.CancelCauseFunc
+	outer  *Lock // the lock around this one in its call chain
+
+	mu         sync.Mutex
+	state      lockState
+	cause      error // why it is lost or abandoned
+	validUntil time.Time
+	watchdog   watchdog
+	released   chan struct{} // made by the first release, closed when that is over
+	releaseErr error         // readable once released is closed
+}
+
+type lockState int
+
+const (
+	stateHeld lockState = iota
+	stateReleased
+	stateLost
+	stateAbandoned
+)
+
+type lockContextKey struct{}
+
+// FromContext returns the innermost lock that the handler, or the function given to Do, runs under. ok is false when it
+// runs without one.
+func FromContext(ctx context.Context) (k *Lock, ok bool) {
+	k, ok = ctx.Value(lockContextKey{}).(*Lock)
+	return k, ok
+}
+
+// Key returns the Redis key of the lock.
+func (k *Lock) Key() string { return k.key }
+
+// Context returns a context that ends when the lock does: released (context.Canceled), or lost or abandoned (context.Cause
+// matches ErrLost, or ErrClosed when Shutdown lost patience). A handler's lock also passes on the end of the task's context.
+func (k *Lock) Context() context.Context { return k.ctx }
+
+// Check asks Redis whether the lock is still held, and extends it. Call it before a side effect that must not happen twice.
+// It returns nil, or an error that matches ErrLost when the lock has ended in any way, or ErrUnavailable when Redis gave no
+// answer before ctx ended; the lock may then still be held, and its Context tells when no longer.
+func (k *Lock) Check(ctx context.Context) error {
+	validity, err := k.validity()
+	if err != nil {
+		return err
+	}
+	bound, cancel := context.WithTimeout(ctx, validity)
+	defer cancel()
+	replies := make(chan error, 1)
+	k.locker.spawn(func() { replies <- k.extend(bound) })
+	select {
+	case err = <-replies:
+	case <-bound.Done():
+		err = fmt.Errorf("%w: check lock %s: %w", ErrUnavailable, k.key, bound.Err())
+	}
+	if _, ended := k.validity(); ended != nil {
+		return ended
+	}
+	return err
+}
+
+// Release ends the lock and its Context and frees the key, if it is still ours, without leaving a done marker. It waits for
+// the reply at most until ctx ends; the call goes on without it. Calls after the first change nothing and return the same.
+// The error matches ErrLost when the lock was lost before, ErrUnavailable when Redis could not be asked: the key then lapses
+// within one TTL.
+func (k *Lock) Release(ctx context.Context) error {
+	released := k.release(false)
+	select {
+	case <-released:
+		return k.releaseErr
+	case <-ctx.Done():
+		return fmt.Errorf("%w: release lock %s: %w", ErrUnavailable, k.key, ctx.Err())
+	}
+}
+
+// acquire makes one try at the lock of a key, bounded by ctx and TTL/4. The lock's own context derives from parent.
+func (l *Locker) acquire(ctx, parent context.Context, key string, self Holder) (*Lock, error) {
+	if !l.enter() {
+		return nil, fmt.Errorf("%w: acquire lock %s", ErrClosed, key)
+	}
+	began := time.Now()
+	self.Since = began
+	token := uuid.NewString()
+	value := encodeValue(self, token)
+	validFrom, err := l.try(ctx, key, value)
+	if err != nil {
+		l.leave()
+		return nil, err
+	}
+	outer, _ := FromContext(parent)
+	k := &Lock{
+		locker:     l,
+		key:        key,
+		token:      token,
+		value:      value,
+		self:       self,
+		since:      time.Now(),
+		waited:     time.Since(began),
+		outer:      outer,
+		validUntil: l.validUntil(validFrom),
+	}
+	k.ctx, k.cancel = context.WithCancelCause(context.WithValue(parent, lockContextKey{}, k))
+	l.mu.Lock()
+	l.locks[k] = struct{}{}
+	l.mu.Unlock()
+	k.emit(EventAcquired, nil)
+	k.watch(parent, validFrom)
+	return k, nil
+}
+
+// try claims the key for value and returns from when on the claim is valid: before the request was sent. Whatever it does
+// not return as claimed it gives back.
+func (l *Locker) try(ctx context.Context, key, value string) (validFrom time.Time, err error) {
+	type reply struct {
+		sent time.Time
+		err  error
+	}
+	began := time.Now()
+	bound, cancel := context.WithTimeout(ctx, l.ttl/4)
+	defer cancel()
+	replies := make(chan reply, 1)
+	l.spawn(func() {
+		sent, err := l.claim(bound, key, value)
+		replies <- reply{sent, err}
+	})
+	var r reply
+	select {
+	case r = <-replies:
+	case <-bound.Done():
+		// go-redis may not return for a while, and nobody can say what Redis will have done by then.
+		l.spawn(func() {
+			<-replies
+			l.giveBack(key, value)
+		})
+		return time.Time{}, l.tooLate(ctx, key)
+	}
+	switch {
+	case r.err == nil && (ctx.Err() != nil || time.Since(began) > l.ttl/4):
+		// asynq has settled a task whose context ended, and may have given it to another server.
+		l.spawn(func() { l.giveBack(key, value) })
+		return time.Time{}, l.tooLate(ctx, key)
+	case errors.Is(r.err, ErrUnavailable):
+		l.spawn(func() { l.giveBack(key, value) })
+	}
+	return r.sent, r.err
+}
+
+// claim sends the SET. go-redis resends a command whose reply was lost, so finding our own value means that it is ours; its
+// TTL has been running since the first send, hence the extension.
+func (l *Locker) claim(ctx context.Context, key, value string) (sent time.Time, err error) {
+	sent = time.Now()
+	set := redis.NewStatusCmd(ctx, "set", key, value, "nx", "get", "px", l.ttl.Milliseconds())
+	_ = l.rdb.Process(ctx, set)
+	present, err := set.Result()
+	switch {
+	case errors.Is(err, redis.Nil):
+		return sent, nil
+	case err != nil:
+		return sent, redisError("acquire lock", key, err)
+	case present == value:
+		sent = time.Now()
+		reply, err := extendScript.Run(ctx, l.rdb, []string{key}, value, l.ttl.Milliseconds()).Int()
+		if err == nil && reply != replyOurs {
+			err = errors.New("it lapsed while its reply was lost")
+		}
+		if err != nil {
+			return sent, fmt.Errorf("%w: acquire lock %s: %w", ErrUnavailable, key, err)
+		}
+		return sent, nil
+	}
+	holder, err := decodeValue(present)
+	if errors.Is(err, errForeignValue) {
+		return sent, fmt.Errorf("redislock: acquire lock %s: %w", key, err)
+	}
+	return sent, &HeldError{Key: key, Holder: holder}
+}
+
+// tooLate is the error of a try that took longer than its context or than TTL/4.
+func (l *Locker) tooLate(ctx context.Context, key string) error {
+	if err := ctx.Err(); err != nil {
+		return fmt.Errorf("%w: acquire lock %s: %w", ErrUnavailable, key, err)
+	}
+	return fmt.Errorf("%w: acquire lock %s: took longer than %v, a quarter of the TTL", ErrUnavailable, key, l.ttl/4)
+}
+
+// giveBack frees what a try without a known outcome may have claimed. If it fails, the key lapses within one TTL.
+func (l *Locker) giveBack(key, value string) {
+	ctx, cancel := context.WithTimeout(context.Background(), l.ttl)
+	defer cancel()
+	_ = releaseScript.Run(ctx, l.rdb, []string{key}, value).Err()
+	l.wake(key)
+}
+
+// validUntil is when a holder must stop believing in a lock whose TTL was set by a command sent at sent: a tenth of the TTL
+// before Redis can give it away, for clocks that run at different speeds and timers that fire late.
+func (l *Locker) validUntil(sent time.Time) time.Time { return sent.Add(l.ttl - l.ttl/10) }
+
+// validity returns how much longer the lock is valid without an extension, or an ErrLost that says how it ended. The local
+// clock has the last word: a lock that is overdue is lost even if no timer has said so yet.
+func (k *Lock) validity() (time.Duration, error) {
+	k.mu.Lock()
+	state, cause, left := k.state, k.cause, time.Until(k.validUntil)
+	k.mu.Unlock()
+	switch {
+	case state == stateReleased:
+		return 0, fmt.Errorf("%w: lock %s: it has been released", ErrLost, k.key)
+	case state == stateAbandoned:
+		return 0, fmt.Errorf("%w: lock %s: it has been abandoned: %w", ErrLost, k.key, cause)
+	case state == stateHeld && left <= 0:
+		k.loseSilently()
+		return k.validity()
+	case state == stateLost:
+		return 0, cause
+	}
+	return left, nil
+}
+
+// extend asks Redis for another TTL. It returns nil, ErrLost, or ErrUnavailable for anything that leaves the lock in doubt.
+func (k *Lock) extend(ctx context.Context) error {
+	sent := time.Now()
+	reply, err := extendScript.Run(ctx, k.locker.rdb, []string{k.key}, k.value, k.locker.ttl.Milliseconds()).Int()
+	switch {
+	case err == nil && reply == replyOurs:
+		return k.renew(sent)
+	case err == nil, isWrongType(err):
+		return k.lose(fmt.Errorf("%w: lock %s: the key is gone or somebody else's", ErrLost, k.key))
+	default:
+		return fmt.Errorf("%w: extend lock %s: %w", ErrUnavailable, k.key, err)
+	}
+}
+
+// hold runs fn under the lock and then ends it, however fn ends: a return, a panic or runtime.Goexit.
+func (k *Lock) hold(fn func(context.Context) error) (err error) {
+	returned := false
+	defer func() {
+		lost := k.isLost() // before the release, since only a loss that fn could see is fn's to answer for
+		released := k.release(returned && err == nil && k.locker.doneFor > 0)
+		bound := time.NewTimer(min(2*time.Second, k.locker.ttl/10))
+		defer bound.Stop()
+		select {
+		case <-released:
+		case <-bound.C:
+		}
+		if err != nil && lost != nil {
+			err = &lostError{err, lost}
+		}
+	}()
+	err = fn(k.ctx)
+	returned = true
+	return err
+}
+
+// release ends the lock once and frees its key in the background. The channel it returns is closed when that is over.
+func (k *Lock) release(done bool) <-chan struct{} {
+	k.mu.Lock()
+	first := k.released == nil
+	if first {
+		k.released = make(chan struct{})
+	}
+	released := k.released
+	k.mu.Unlock()
+	if !first {
+		return released
+	}
+	_, ended := k.validity()
+	held := ended == nil && k.end(stateReleased, nil, context.Canceled)
+	k.locker.spawn(func() {
+		reply, err := k.settle(done)
+		switch {
+		case !held:
+			_, k.releaseErr = k.validity()
+		case err != nil:
+			k.releaseErr = err
+			k.emit(EventReleased, err)
+		case reply == replyAnother:
+			k.releaseErr = fmt.Errorf("%w: lock %s: somebody else's at its release", ErrLost, k.key)
+			k.emit(EventLost, k.releaseErr)
+		default: // gone while we were valid: an earlier try freed it and its reply was lost
+			k.emit(EventReleased, nil)
+		}
+		l := k.locker
+		l.mu.Lock()
+		delete(l.locks, k)
+		l.mu.Unlock()
+		l.wake(k.key)
+		l.leave() // from acquire
+		close(k.released)
+	})
+	return released
+}
+
+// settle frees the key or replaces it by the done marker, and tries again while the key can still be ours.
+func (k *Lock) settle(done bool) (reply int, err error) {
+	l := k.locker
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(k.ctx), l.ttl)
+	defer cancel()
+	script, args := releaseScript, []any{k.value}
+	if done {
+		marker := k.self
+		marker.Since, marker.Done = time.Now(), true
+		script, args = doneScript, append(args, encodeValue(marker, k.token), l.doneFor.Milliseconds())
+	}
+	for {
+		reply, err = script.Run(ctx, l.rdb, []string{k.key}, args...).Int()
+		switch {
+		case err == nil:
+			return reply, nil
+		case isWrongType(err):
+			return replyAnother, nil
+		}
+		err = redisError("release lock", k.key, err)
+		if !errors.Is(err, ErrUnavailable) || errors.Is(err, redis.ErrClosed) || !sleep(ctx, l.retryInterval()) {
+			return 0, err
+		}
+	}
+}
+
+// end moves the lock out of the held state, stops its timers and cancels its context. It reports whether it was the one
+// to do so.
+func (k *Lock) end(state lockState, cause, contextCause error) bool {
+	k.mu.Lock()
+	first := k.state == stateHeld
+	if first {
+		k.state, k.cause = state, cause
+		k.watchdog.stop()
+	}
+	k.mu.Unlock()
+	if first {
+		k.cancel(contextCause)
+	}
+	return first
+}
+
+// lose declares the lock lost. It returns why the lock has ended, which is the given cause if it was the first.
+func (k *Lock) lose(cause error) error {
+	if k.end(stateLost, cause, cause) {
+		k.emit(EventLost, cause)
+	}
+	_, ended := k.validity()
+	return ended
+}
+
+func (k *Lock) loseSilently() {
+	_ = k.lose(fmt.Errorf("%w: lock %s: Redis has not confirmed it in time", ErrLost, k.key))
+}
+
+// abandon stops extending the lock while its work goes on, so that the key lapses within one TTL.
+func (k *Lock) abandon(cause error) {
+	if k.end(stateAbandoned, cause, cause) {
+		k.emit(EventAbandoned, cause)
+	}
+}
+
+// isLost returns why the lock was lost, nil if it was not.
+func (k *Lock) isLost() error {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.state != stateLost {
+		return nil
+	}
+	return k.cause
+}
+
+func (k *Lock) isReleased() bool {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.state == stateReleased
+}
+
+func (k *Lock) emit(kind EventKind, err error) {
+	e := Event{
+		Kind: kind, Key: k.key, TaskID: k.self.TaskID, TaskType: k.self.TaskType, Queue: k.self.Queue,
+		Holder: k.self, Waited: k.waited, Err: err,
+	}
+	if kind != EventAcquired {
+		e.Held = time.Since(k.since)
+	}
+	k.locker.emit(k.ctx, e)
+}
+
+// lostError is what a handler returned whose lock was lost: both can be matched, and asynq.SkipRetry in it keeps its meaning.
+type lostError struct{ err, lost error }
+
+func (e *lostError) Error() string   { return e.err.Error() + " (" + e.lost.Error() + ")" }
+func (e *lostError) Unwrap() []error { return []error{e.err, e.lost} }
+
+// outages are the replies of a Redis that is there but can't serve the command now.
+var outages = []string{
+	"LOADING ", "BUSY ", "READONLY ", "MASTERDOWN ", "CLUSTERDOWN ", "TRYAGAIN ", "NOREPLICAS ", "OOM ", "MISCONF ",
+	"max number of clients", // HasErrorPrefix drops the ERR before it
+}
+
+// redisError wraps an error of go-redis: as ErrUnavailable when Redis could not be reached or can't serve now, plainly when
+// it refused, since trying again would not help.
+func redisError(verb, key string, err error) error {
+	var reply redis.Error
+	unavailable := !errors.As(err, &reply)
+	for _, prefix := range outages {
+		unavailable = unavailable || redis.HasErrorPrefix(err, prefix)
+	}
+	if unavailable {
+		return fmt.Errorf("%w: %s %s: %w", ErrUnavailable, verb, key, err)
+	}
+	return fmt.Errorf("redislock: %s %s: %w", verb, key, err)
+}
+
+// isWrongType reports whether something other than a string is at the key. Scripts wrap the reply, so its place varies.
+func isWrongType(err error) bool {
+	var reply redis.Error
+	return errors.As(err, &reply) && strings.Contains(err.Error(), "WRONGTYPE")
+}

@@ -1,0 +1,233 @@
+package redislock
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"reflect"
+	"sync"
+
+	"github.com/hibiken/asynq"
+	"github.com/redis/go-redis/v9"
+)
+
+// Locker makes locks on one Redis with one set of options. All methods are safe for concurrent use. An idle Locker owns no
+// goroutine, connection or timer, and it never closes the client. The zero Locker is not usable; call New.
+type Locker struct {
+	config
+	rdb  redis.UniversalClient
+	host string
+	pid  int
+
+	mu      sync.Mutex
+	closing chan struct{}          // closed by Shutdown
+	busy    int                    // locks handed out and calls in flight
+	idle    chan struct{}          // closed when busy drops to 0, for Shutdown; nil while nobody waits
+	locks   map[*Lock]struct{}     // handed out and not yet ended
+	waits   map[string]*waitingFor // by key, those that wait in place
+}
+
+// New returns a Locker on rdb: a client, a failover client or a cluster client, of Redis 7.0 or later or Valkey. A *redis.Ring
+// is refused, since it moves keys when a shard drops and would give one lock to two. New does not talk to Redis. It fails
+// on a nil client and on an option that cannot be used.
+func New(rdb redis.UniversalClient, opts ...Option) (*Locker, error) {
+	switch v := reflect.ValueOf(rdb); {
+	case !v.IsValid(), v.Kind() == reflect.Pointer && v.IsNil():
+		return nil, errors.New("redislock: configure: the Redis client is nil")
+	case !v.Comparable():
+		return nil, fmt.Errorf("redislock: configure: the Redis client is a %T, which cannot be compared; pass a pointer to it", rdb)
+	}
+	if _, ring := rdb.(*redis.Ring); ring {
+		return nil, errors.New("redislock: configure: *redis.Ring moves keys when a shard drops, so it cannot hold locks; use a client, a failover client or a cluster client")
+	}
+	c, err := newConfig(opts)
+	if err != nil {
+		return nil, err
+	}
+	host, err := os.Hostname()
+	if err != nil {
+		host = "unknown host"
+	}
+	return &Locker{
+		config:  c,
+		rdb:     rdb,
+		host:    host,
+		pid:     os.Getpid(),
+		closing: make(chan struct{}),
+		locks:   make(map[*Lock]struct{}),
+		waits:   make(map[string]*waitingFor),
+	}, nil
+}
+
+// Name returns the lock name of a task, for TryAcquire, Holder and ForceRelease. Its errors are NoLock, those of the KeyFunc,
+// and ErrInvalidKey for an empty name.
+func (l *Locker) Name(ctx context.Context, task *asynq.Task) (string, error) {
+	name, err := l.config.key(ctx, task)
+	switch {
+	case errors.Is(err, NoLock), errors.Is(err, ErrInvalidKey):
+		return "", err
+	case err != nil:
+		return "", fmt.Errorf("redislock: derive key of task type %q: %w", task.Type(), err)
+	case name == "":
+		return "", fmt.Errorf("%w: the name of a task of type %q is empty", ErrInvalidKey, task.Type())
+	}
+	return name, nil
+}
+
+// redisKey returns the key of a name. The braces make all that is kept for one name share a cluster slot.
+func (l *Locker) redisKey(name string) (string, error) {
+	name, err := lockName(name)
+	if err != nil {
+		return "", err
+	}
+	return l.prefix + "{" + name + "}", nil
+}
+
+// TryAcquire tries once to take the lock of a name. It fails with a *HeldError when the lock is taken or its work done, with
+// ErrUnavailable when Redis can't be asked or takes over TTL/4, with ErrInvalidKey for an empty name, with ErrClosed after
+// Shutdown. The context bounds the try only: the lock is held and extended until Release, which must be called.
+func (l *Locker) TryAcquire(ctx context.Context, name string) (*Lock, error) {
+	key, err := l.redisKey(name)
+	if err != nil {
+		return nil, err
+	}
+	return l.acquire(ctx, context.WithoutCancel(ctx), key, l.self(ctx, ""))
+}
+
+// Do takes the lock of a name, runs fn with a context that ends when ctx does or the lock is lost, and releases the lock,
+// leaving the done marker of WithDoneFor when fn returned nil. It fails like TryAcquire, without running fn; otherwise it
+// returns what fn returned, which also matches ErrLost if the lock was lost. The lock is released when fn panics, too.
+func (l *Locker) Do(ctx context.Context, name string, fn func(context.Context) error) error {
+	key, err := l.redisKey(name)
+	if err != nil {
+		return err
+	}
+	lock, err := l.acquire(ctx, ctx, key, l.self(ctx, ""))
+	if err != nil {
+		return err
+	}
+	return lock.hold(fn)
+}
+
+// Holder returns who holds the lock of a name, or whose done marker is there; ok is false when the lock is free. It fails
+// when Redis does, and when something is at the key that this version can't read.
+func (l *Locker) Holder(ctx context.Context, name string) (h Holder, ok bool, err error) {
+	key, err := l.redisKey(name)
+	if err != nil {
+		return Holder{}, false, err
+	}
+	value, err := l.rdb.Get(ctx, key).Result()
+	if errors.Is(err, redis.Nil) {
+		return Holder{}, false, nil
+	}
+	if err != nil {
+		return Holder{}, false, redisError("read lock", key, err)
+	}
+	if h, err = decodeValue(value); err != nil {
+		return Holder{}, false, fmt.Errorf("redislock: read lock %s: %w", key, err)
+	}
+	return h, true, nil
+}
+
+// ForceRelease frees the lock of a name or removes its done marker, whoever it belongs to. A holder that still runs sees
+// ErrLost within TTL/3. Freeing a lock that is not held is no error.
+func (l *Locker) ForceRelease(ctx context.Context, name string) error {
+	key, err := l.redisKey(name)
+	if err != nil {
+		return err
+	}
+	if err := l.rdb.Del(ctx, key).Err(); err != nil {
+		return redisError("force release of lock", key, err)
+	}
+	l.wake(key)
+	return nil
+}
+
+// Shutdown makes the Locker take no more locks, waits until those it has are released, and returns nil. Call it after the
+// asynq server's Shutdown or Run has returned: tasks that still arrive get ErrClosed, are put back, and run elsewhere. When
+// ctx ends first, the contexts of the handlers that still run are cancelled with a cause that matches ErrClosed, their locks
+// are abandoned, so that they lapse within one TTL, and Shutdown returns ctx's error. It may be called again.
+func (l *Locker) Shutdown(ctx context.Context) error {
+	l.mu.Lock()
+	if !l.closed() {
+		close(l.closing)
+	}
+	if l.busy > 0 && l.idle == nil {
+		l.idle = make(chan struct{})
+	}
+	idle := l.idle
+	l.mu.Unlock()
+	if idle == nil {
+		return nil
+	}
+	select {
+	case <-idle:
+		return nil
+	case <-ctx.Done():
+	}
+	l.mu.Lock()
+	var left []*Lock
+	for k := range l.locks {
+		left = append(left, k)
+	}
+	l.mu.Unlock()
+	for _, k := range left {
+		k.abandon(fmt.Errorf("%w: lock %s is still held", ErrClosed, k.key))
+	}
+	return ctx.Err()
+}
+
+// closed reports whether Shutdown has been called.
+func (l *Locker) closed() bool {
+	select {
+	case <-l.closing:
+		return true
+	default:
+		return false
+	}
+}
+
+// enter counts a new lock unless the Locker is closed. begin does so on behalf of what is counted already.
+func (l *Locker) enter() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed() {
+		return false
+	}
+	l.busy++
+	return true
+}
+
+func (l *Locker) begin() {
+	l.mu.Lock()
+	l.busy++
+	l.mu.Unlock()
+}
+
+// leave undoes one enter or begin.
+func (l *Locker) leave() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.busy--; l.busy == 0 && l.idle != nil {
+		close(l.idle)
+		l.idle = nil
+	}
+}
+
+// spawn runs fn in a goroutine that Shutdown waits for.
+func (l *Locker) spawn(fn func()) {
+	l.begin()
+	go func() {
+		defer l.leave()
+		fn()
+	}()
+}
+
+// self is what this process writes as the holder of a lock for the task in ctx.
+func (l *Locker) self(ctx context.Context, taskType string) Holder {
+	h := Holder{TaskType: taskType, Host: l.host, PID: l.pid}
+	h.TaskID, _ = asynq.GetTaskID(ctx)
+	h.Queue, _ = asynq.GetQueueName(ctx)
+	return h
+}
