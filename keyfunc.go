@@ -62,8 +62,8 @@ func ByTaskID(ctx context.Context, task *asynq.Task) (string, error) {
 // A path names the objects on the way and then the field, with a dot in between; a dot inside a name is written `\.` and a
 // backslash `\\`. It does not lead into arrays. ByJSON panics if a path is not made like that.
 //
-// The KeyFunc fails with ErrInvalidKey if a field is missing, or if the payload, looked at or not, is not JSON in UTF-8 that
-// means one thing only: no key twice in an object, no half of a surrogate pair.
+// The KeyFunc fails with ErrInvalidKey if a field is missing, or if the payload as a whole, not at the paths alone, is not JSON
+// in UTF-8 that means one thing only: no key twice in an object, no half of a surrogate pair.
 func ByJSON(paths ...string) KeyFunc {
 	paths = slices.Clone(paths)
 	routes := make([][]string, len(paths))

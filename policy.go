@@ -208,13 +208,12 @@ type waitingFor struct {
 
 // waitingRoom is where one task waits for its lock.
 type waitingRoom struct {
-	locker  *Locker
-	ctx     context.Context
-	key     string
-	began   time.Time
-	shared  *waitingFor // nil until the first wait
-	sole    bool        // shared.taken is ours
-	refused bool        // it was another's when we came
+	locker *Locker
+	ctx    context.Context
+	key    string
+	began  time.Time
+	shared *waitingFor // nil until the first wait
+	sole   bool        // shared.taken is ours
 }
 
 func (l *Locker) waitingRoom(ctx context.Context, key string) *waitingRoom {
