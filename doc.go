@@ -39,8 +39,8 @@
 // TTL/10) for its release, which then ends in the background. When a task's context ends, because of a timeout, a
 // cancellation, a lost lease or a shutdown, asynq hands the task on while the handler may still be running; its lock is kept
 // for up to the grace period, and the second delivery of the same task is put back until the lock is free. Keep a task's
-// Timeout above twice the TTL, and the TTL at 30 s or less, so that a task which asynq recovers from a crashed worker, after
-// about a minute, does not meet its own dead lock.
+// Timeout above twice the TTL, and the TTL at 30 s or less, so that a task which asynq recovers from a crashed worker, one to two
+// minutes after the crash, does not meet its own dead lock.
 //
 // # Retries
 //

@@ -97,7 +97,11 @@ func (l *Locker) emit(ctx context.Context, e Event) {
 		if e.Held > 0 {
 			attrs = append(attrs, slog.Duration("held", e.Held))
 		}
-		if e.Err != nil {
+		var held *HeldError
+		switch {
+		case errors.As(e.Err, &held) && held.Holder == e.Holder: // its text would say all that once more
+			attrs = append(attrs, slog.Duration("retry_in", held.RetryIn))
+		case e.Err != nil:
 			attrs = append(attrs, slog.String("reason", e.Err.Error()))
 		}
 		log.LogAttrs(ctx, level, "redislock: "+text, attrs...)

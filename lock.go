@@ -150,9 +150,12 @@ func (l *Locker) acquire(ctx, parent context.Context, key string, self Holder) (
 		validUntil: l.validUntil(validFrom),
 	}
 	k.ctx, k.cancel = context.WithCancelCause(context.WithValue(parent, lockContextKey{}, k))
-	l.mu.Lock()
-	l.locks[k] = struct{}{}
-	l.mu.Unlock()
+	if !l.register(k) {
+		l.spawn(func() { l.giveBack(key, value) })
+		k.cancel(ErrClosed)
+		l.leave()
+		return nil, fmt.Errorf("%w: acquire lock %s", ErrClosed, key)
+	}
 	k.emit(EventAcquired, nil)
 	k.watch(parent, validFrom)
 	return k, nil

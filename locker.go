@@ -22,6 +22,7 @@ type Locker struct {
 
 	mu      sync.Mutex
 	closing chan struct{}          // closed by Shutdown
+	gaveUp  bool                   // Shutdown has stopped waiting: no lock may be handed out any more
 	busy    int                    // locks handed out and calls in flight
 	idle    chan struct{}          // closed when busy drops to 0, for Shutdown; nil while nobody waits
 	locks   map[*Lock]struct{}     // handed out and not yet ended
@@ -167,6 +168,7 @@ func (l *Locker) Shutdown(ctx context.Context) error {
 	case <-ctx.Done():
 	}
 	l.mu.Lock()
+	l.gaveUp = true
 	var left []*Lock
 	for k := range l.locks {
 		left = append(left, k)
@@ -197,6 +199,16 @@ func (l *Locker) enter() bool {
 	}
 	l.busy++
 	return true
+}
+
+// register notes a lock that is about to be handed out. It refuses one that was on its way when Shutdown stopped waiting.
+func (l *Locker) register(k *Lock) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if !l.gaveUp {
+		l.locks[k] = struct{}{}
+	}
+	return !l.gaveUp
 }
 
 func (l *Locker) begin() {
