@@ -23,6 +23,13 @@ func (l *Locker) contention(task *asynq.Task, err error, delay time.Duration) er
 	return &contention{task, err, max(delay, minRetry)}
 }
 
+// contentionIn returns the contention in err, nil if there is none.
+func contentionIn(err error) *contention {
+	var c *contention
+	errors.As(err, &c)
+	return c
+}
+
 // ofHandler is the error of a handler that ran. It hides a contention of some other task, which such a handler met and
 // returned, and nothing else.
 type ofHandler struct{ err error }
@@ -47,23 +54,19 @@ func ServerConfig(cfg asynq.Config) asynq.Config {
 		retryDelay = asynq.DefaultRetryDelayFunc
 	}
 	cfg.IsFailure = func(err error) bool {
-		var c *contention
-		return !errors.As(err, &c) && isFailure(err)
+		return contentionIn(err) == nil && isFailure(err)
 	}
 	cfg.RetryDelayFunc = func(n int, err error, task *asynq.Task) time.Duration {
-		var c *contention
-		if errors.As(err, &c) {
+		if c := contentionIn(err); c != nil {
 			return c.delay
 		}
 		return retryDelay(n, err, task)
 	}
 	if handler != nil {
 		cfg.ErrorHandler = asynq.ErrorHandlerFunc(func(ctx context.Context, task *asynq.Task, err error) {
-			var c *contention
-			if errors.As(err, &c) && !lastAttempt(ctx) && !errors.Is(err, asynq.SkipRetry) {
-				return
+			if contentionIn(err) == nil || lastAttempt(ctx) || errors.Is(err, asynq.SkipRetry) {
+				handler.HandleError(ctx, task, err)
 			}
-			handler.HandleError(ctx, task, err)
 		})
 	}
 	return cfg

@@ -38,7 +38,8 @@ type Event struct {
 	TaskID, TaskType, Queue string
 	// Holder is who stands in the way (skipped, done, requeued, archived), or in a lock's life the lock's own holder.
 	Holder Holder
-	// Waited is the time from the task's arrival to its lock or, without one, to its outcome. Held is the time the lock was held.
+	// Waited is the time from the task's arrival, or the call of Do or TryAcquire, to its lock or, without one, to its outcome.
+	// Held is the time the lock was held.
 	Waited, Held time.Duration
 	// Unlocked says that the handler ran without a lock because Redis was unavailable (WithFailOpen).
 	Unlocked bool
@@ -70,7 +71,7 @@ func (e Event) logLine() (slog.Level, string) {
 		return slog.LevelError, "lock abandoned: its handler did not return in time, the key lapses"
 	case EventReleased:
 		if e.Err != nil {
-			return slog.LevelWarn, "lock released without confirmation: the key lapses within one TTL"
+			return slog.LevelWarn, "lock released without confirmation: its key may lapse only with its TTL, and a done marker may be missing"
 		}
 		return slog.LevelDebug, "lock released"
 	case EventPassed:
@@ -99,8 +100,10 @@ func (l *Locker) emit(ctx context.Context, e Event) {
 		}
 		var held *HeldError
 		switch {
-		case errors.As(e.Err, &held) && held.Holder == e.Holder: // its text would say all that once more
-			attrs = append(attrs, slog.Duration("retry_in", held.RetryIn))
+		case e.Holder != (Holder{}) && errors.As(e.Err, &held) && held.Error() == e.Err.Error(): // says all that once more
+			if held.RetryIn > 0 {
+				attrs = append(attrs, slog.Duration("retry_in", held.RetryIn))
+			}
 		case e.Err != nil:
 			attrs = append(attrs, slog.String("reason", e.Err.Error()))
 		}

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/google/uuid"
@@ -50,14 +51,16 @@ type Lock struct {
 	waited time.Duration // until acquired
 	ctx    context.Context
 	cancel context.CancelCauseFunc
-	outer  *Lock // the lock around this one in its call chain
+	outer  *Lock       // the lock around this one in its call chain
+	unrun  atomic.Bool // a lock further down the chain kept the task from running
 
 	mu         sync.Mutex
 	state      lockState
 	cause      error // why it is lost or abandoned
 	validUntil time.Time
 	watchdog   watchdog
-	released   chan struct{} // made by the first release, closed when that is over
+	releasing  atomic.Bool
+	released   chan struct{} // closed when the first release is over
 	releaseErr error         // readable once released is closed
 }
 
@@ -82,8 +85,8 @@ func FromContext(ctx context.Context) (k *Lock, ok bool) {
 // Key returns the Redis key of the lock.
 func (k *Lock) Key() string { return k.key }
 
-// Context returns a context that ends when the lock does: released (context.Canceled), or lost or abandoned (context.Cause
-// matches ErrLost, or ErrClosed when Shutdown lost patience). A handler's lock also passes on the end of the task's context.
+// Context returns a context that ends when the lock does: released (context.Canceled) or lost (context.Cause matches ErrLost),
+// or when Shutdown lost patience with it (ErrClosed). A handler's lock also passes on the end of the task's context.
 func (k *Lock) Context() context.Context { return k.ctx }
 
 // Check asks Redis whether the lock is still held, and extends it. Call it before a side effect that must not happen twice.
@@ -114,22 +117,19 @@ func (k *Lock) Check(ctx context.Context) error {
 // The error matches ErrLost when the lock was lost before, ErrUnavailable when Redis could not be asked: the key then lapses
 // within one TTL.
 func (k *Lock) Release(ctx context.Context) error {
-	released := k.release(false)
-	select {
-	case <-released:
-		return k.releaseErr
-	case <-ctx.Done():
+	if !waitFor(ctx, k.release(false)) {
 		return fmt.Errorf("%w: release lock %s: %w", ErrUnavailable, k.key, ctx.Err())
 	}
+	return k.releaseErr
 }
 
 // acquire makes one try at the lock of a key, bounded by ctx and TTL/4. The lock's own context derives from parent.
-func (l *Locker) acquire(ctx, parent context.Context, key string, self Holder) (*Lock, error) {
+// began is when the wait for it started.
+func (l *Locker) acquire(ctx, parent context.Context, key string, self Holder, began time.Time) (*Lock, error) {
 	if !l.enter() {
 		return nil, fmt.Errorf("%w: acquire lock %s", ErrClosed, key)
 	}
-	began := time.Now()
-	self.Since = began
+	self.Since = time.Now()
 	token := uuid.NewString()
 	value := encodeValue(self, token)
 	validFrom, err := l.try(ctx, key, value)
@@ -148,15 +148,14 @@ func (l *Locker) acquire(ctx, parent context.Context, key string, self Holder) (
 		waited:     time.Since(began),
 		outer:      outer,
 		validUntil: l.validUntil(validFrom),
+		released:   make(chan struct{}),
 	}
 	k.ctx, k.cancel = context.WithCancelCause(context.WithValue(parent, lockContextKey{}, k))
+	k.emit(EventAcquired, nil) // first, since a Shutdown that finds it registered may abandon it at once
 	if !l.register(k) {
-		l.spawn(func() { l.giveBack(key, value) })
-		k.cancel(ErrClosed)
-		l.leave()
+		k.release(false)
 		return nil, fmt.Errorf("%w: acquire lock %s", ErrClosed, key)
 	}
-	k.emit(EventAcquired, nil)
 	k.watch(parent, validFrom)
 	return k, nil
 }
@@ -260,8 +259,7 @@ func (k *Lock) validity() (time.Duration, error) {
 	case state == stateAbandoned:
 		return 0, fmt.Errorf("%w: lock %s: it has been abandoned: %w", ErrLost, k.key, cause)
 	case state == stateHeld && left <= 0:
-		k.loseSilently()
-		return k.validity()
+		return 0, k.lose(fmt.Errorf("%w: lock %s: Redis has not confirmed it in time", ErrLost, k.key))
 	case state == stateLost:
 		return 0, cause
 	}
@@ -287,14 +285,14 @@ func (k *Lock) hold(fn func(context.Context) error) (err error) {
 	returned := false
 	defer func() {
 		lost := k.isLost() // before the release, since only a loss that fn could see is fn's to answer for
-		released := k.release(returned && err == nil && k.locker.doneFor > 0)
+		released := k.release(returned && err == nil && k.locker.doneFor > 0 && !k.unrun.Load())
 		bound := time.NewTimer(min(2*time.Second, k.locker.ttl/10))
 		defer bound.Stop()
 		select {
 		case <-released:
 		case <-bound.C:
 		}
-		if err != nil && lost != nil {
+		if err != nil && lost != nil && !errors.Is(err, ErrLost) {
 			err = &lostError{err, lost}
 		}
 	}()
@@ -305,15 +303,8 @@ func (k *Lock) hold(fn func(context.Context) error) (err error) {
 
 // release ends the lock once and frees its key in the background. The channel it returns is closed when that is over.
 func (k *Lock) release(done bool) <-chan struct{} {
-	k.mu.Lock()
-	first := k.released == nil
-	if first {
-		k.released = make(chan struct{})
-	}
-	released := k.released
-	k.mu.Unlock()
-	if !first {
-		return released
+	if !k.releasing.CompareAndSwap(false, true) {
+		return k.released
 	}
 	_, ended := k.validity()
 	held := ended == nil && k.end(stateReleased, nil, context.Canceled)
@@ -339,7 +330,7 @@ func (k *Lock) release(done bool) <-chan struct{} {
 		l.leave() // from acquire
 		close(k.released)
 	})
-	return released
+	return k.released
 }
 
 // settle frees the key or replaces it by the done marker, and tries again while the key can still be ours.
@@ -391,10 +382,6 @@ func (k *Lock) lose(cause error) error {
 	}
 	_, ended := k.validity()
 	return ended
-}
-
-func (k *Lock) loseSilently() {
-	_ = k.lose(fmt.Errorf("%w: lock %s: Redis has not confirmed it in time", ErrLost, k.key))
 }
 
 // abandon stops extending the lock while its work goes on, so that the key lapses within one TTL.

@@ -7,6 +7,7 @@ import (
 	"os"
 	"reflect"
 	"sync"
+	"time"
 
 	"github.com/hibiken/asynq"
 	"github.com/redis/go-redis/v9"
@@ -21,12 +22,12 @@ type Locker struct {
 	pid  int
 
 	mu      sync.Mutex
-	closing chan struct{}          // closed by Shutdown
-	gaveUp  bool                   // Shutdown has stopped waiting: no lock may be handed out any more
-	busy    int                    // locks handed out and calls in flight
-	idle    chan struct{}          // closed when busy drops to 0, for Shutdown; nil while nobody waits
-	locks   map[*Lock]struct{}     // handed out and not yet ended
-	waits   map[string]*waitingFor // by key, those that wait in place
+	closing chan struct{}      // closed by Shutdown
+	gaveUp  bool               // Shutdown has stopped waiting: no lock may be handed out any more
+	busy    int                // locks handed out and calls in flight
+	idle    chan struct{}      // closed when busy drops to 0, for Shutdown; nil while nobody waits
+	locks   map[*Lock]struct{} // handed out and not yet ended
+	waits   map[string]*queue  // by key, those that want it
 }
 
 // New returns a Locker on rdb: a client, a failover client or a cluster client, of Redis 7.0 or later or Valkey. A *redis.Ring
@@ -57,7 +58,7 @@ func New(rdb redis.UniversalClient, opts ...Option) (*Locker, error) {
 		pid:     os.Getpid(),
 		closing: make(chan struct{}),
 		locks:   make(map[*Lock]struct{}),
-		waits:   make(map[string]*waitingFor),
+		waits:   make(map[string]*queue),
 	}, nil
 }
 
@@ -93,7 +94,7 @@ func (l *Locker) TryAcquire(ctx context.Context, name string) (*Lock, error) {
 	if err != nil {
 		return nil, err
 	}
-	return l.acquire(ctx, context.WithoutCancel(ctx), key, l.self(ctx, ""))
+	return l.acquire(ctx, context.WithoutCancel(ctx), key, l.self(ctx, ""), time.Now())
 }
 
 // Do takes the lock of a name, runs fn with a context that ends when ctx does or the lock is lost, and releases the lock,
@@ -104,7 +105,7 @@ func (l *Locker) Do(ctx context.Context, name string, fn func(context.Context) e
 	if err != nil {
 		return err
 	}
-	lock, err := l.acquire(ctx, ctx, key, l.self(ctx, ""))
+	lock, err := l.acquire(ctx, ctx, key, l.self(ctx, ""), time.Now())
 	if err != nil {
 		return err
 	}
@@ -162,10 +163,8 @@ func (l *Locker) Shutdown(ctx context.Context) error {
 	if idle == nil {
 		return nil
 	}
-	select {
-	case <-idle:
+	if waitFor(ctx, idle) {
 		return nil
-	case <-ctx.Done():
 	}
 	l.mu.Lock()
 	l.gaveUp = true
@@ -241,5 +240,8 @@ func (l *Locker) self(ctx context.Context, taskType string) Holder {
 	h := Holder{TaskType: taskType, Host: l.host, PID: l.pid}
 	h.TaskID, _ = asynq.GetTaskID(ctx)
 	h.Queue, _ = asynq.GetQueueName(ctx)
+	if around, ok := FromContext(ctx); ok && taskType == "" && around.self.sameTask(h) {
+		h.TaskType = around.self.TaskType
+	}
 	return h
 }

@@ -32,63 +32,80 @@ func (l *Locker) Middleware(next asynq.Handler) asynq.Handler {
 	})
 }
 
-// errUnfinished stands in an event for the result of a handler that has none.
-var errUnfinished = errors.New("redislock: the handler did not return: it panicked or called runtime.Goexit")
+// errUnfinished stands in an event for the result of a handler, KeyFunc or PolicyFunc that has none.
+var errUnfinished = errors.New("redislock: no result: it panicked or called runtime.Goexit")
 
 // process is a task's whole way: its key, its lock, its run, its release, its result. Whichever way it ends, even in a
 // panic, there is one outcome.
-func (l *Locker) process(ctx context.Context, task *asynq.Task, next asynq.Handler) (err error) {
-	began := time.Now()
-	self := l.self(ctx, task.Type())
+func (l *Locker) process(ctx context.Context, task *asynq.Task, next asynq.Handler) error {
+	began, self := time.Now(), l.self(ctx, task.Type())
 	e := Event{Kind: EventRefused, TaskID: self.TaskID, TaskType: self.TaskType, Queue: self.Queue, Err: errUnfinished}
-	defer func() { l.emit(ctx, e) }()
-	run := func(kind EventKind, under func(func(context.Context) error) error) error {
-		e.Kind, e.Waited = kind, time.Since(began)
-		defer func() { e.Held = time.Since(began) - e.Waited }()
-		err := under(func(ctx context.Context) error { return next.ProcessTask(ctx, task) })
-		e.Err = err
-		return ofRun(task, err)
-	}
-	unlocked := func(handler func(context.Context) error) error { return handler(ctx) }
+	over := func() {}
+	defer func() {
+		l.emit(ctx, e)
+		over()
+	}()
 
-	name, err := l.Name(ctx, task)
-	if errors.Is(err, NoLock) {
-		return run(EventPassed, unlocked)
-	}
-	if err == nil {
-		e.Key, err = l.redisKey(name)
-	}
-	if err == nil {
-		var nested bool
-		if nested, err = l.nested(ctx, e.Key); nested {
-			return run(EventPassed, unlocked)
+	key, lock, v := l.admit(ctx, task)
+	e.Key, e.Kind, e.Holder, e.Waited = key, v.kind, v.holder, time.Since(began)
+	if v.kind != EventRan && v.kind != EventPassed {
+		e.Err = v.err
+		if v.err == nil {
+			dropWithin(ctx, self)
 		}
+		return v.err
 	}
-	if err != nil {
-		e.Err = err
-		return err
-	}
-
-	lock, v := l.obtain(ctx, task, e.Key)
+	l.begin() // until the outcome is told, so that Shutdown returns with balanced books
+	over = l.leave
+	under := func(handler func(context.Context) error) error { return handler(ctx) }
 	if lock != nil {
-		l.begin() // until the outcome is told, so that Shutdown returns with balanced books
-		defer l.leave()
-		return run(EventRan, lock.hold)
-	}
-	e.Kind, e.Holder, e.Err, e.Waited = v.kind, v.holder, v.err, time.Since(began)
-	if v.kind == EventRan {
+		under = lock.hold
+		defer func() { e.Held = time.Since(lock.since) }()
+	} else if v.kind == EventRan {
 		e.Unlocked = true
 		l.log().LogAttrs(ctx, slog.LevelWarn, "redislock: task runs without a lock: Redis is unavailable and WithFailOpen is set",
 			slog.String("key", e.Key), slog.String("task_id", e.TaskID), slog.String("task_type", e.TaskType), slog.String("reason", v.err.Error()))
-		return run(EventRan, unlocked)
 	}
-	return v.err
+	e.Err = under(func(ctx context.Context) error { return next.ProcessTask(ctx, task) })
+	return ofRun(task, e.Err)
+}
+
+// admit finds a task's key and what it may do: run under the lock, run without one, or not run.
+func (l *Locker) admit(ctx context.Context, task *asynq.Task) (key string, lock *Lock, v verdict) {
+	name, err := l.Name(ctx, task)
+	if errors.Is(err, NoLock) {
+		return "", nil, verdict{kind: EventPassed}
+	}
+	if err == nil {
+		key, err = l.redisKey(name)
+	}
+	nested := false
+	if err == nil {
+		nested, err = l.nested(ctx, key)
+	}
+	switch {
+	case err != nil:
+		return key, nil, verdict{kind: EventRefused, err: err}
+	case nested:
+		return key, nil, verdict{kind: EventPassed}
+	}
+	lock, v = l.obtain(ctx, task, key)
+	return key, lock, v
+}
+
+// dropWithin tells the locks around a task that it was dropped, so that none takes this silence for a successful run and leaves
+// a done marker.
+func dropWithin(ctx context.Context, self Holder) {
+	for k, _ := FromContext(ctx); k != nil; k = k.outer {
+		if k.self.TaskID == self.TaskID && k.self.Queue == self.Queue && k.self.TaskType == self.TaskType {
+			k.unrun.Store(true)
+		}
+	}
 }
 
 // ofRun is the result of a handler that ran. What it brings back of another task's contention is a failure like any other.
 func ofRun(task *asynq.Task, err error) error {
-	var c *contention
-	if errors.As(err, &c) && c.task != task {
+	if c := contentionIn(err); c != nil && c.task != task {
 		return &ofHandler{err}
 	}
 	return err

@@ -143,7 +143,7 @@ func WithPolicy(p Policy) Option {
 
 // WithDoneFor leaves a marker for d after a successful run, and tasks that find it are dropped as done, whatever the
 // policy. This is what makes work run once that many hosts enqueue: a lock alone is gone before the last copy arrives.
-// Choose d well under the period of the work. Default: 0, no marker. Otherwise at least 1 ms.
+// Choose d well under the period of the work. A run that another lock further down the chain has dropped is none. Default: 0, no marker. Otherwise at least 1 ms.
 func WithDoneFor(d time.Duration) Option {
 	return optionFunc(func(c *config) error {
 		if d != 0 && d < time.Millisecond {
@@ -176,7 +176,7 @@ func WithGracePeriod(d time.Duration) Option {
 }
 
 // WithObserver calls observe once for each Event, from the goroutine where it happens, so it must be quick and safe for
-// concurrent use. A panic in it is logged and contained. Several observers are called in the order given. Not nil.
+// concurrent use, and must not call Shutdown or the lock's Release. A panic in it is logged and contained. Several observers are called in the order given. Not nil.
 func WithObserver(observe func(context.Context, Event)) Option {
 	return optionFunc(func(c *config) error {
 		if observe == nil {

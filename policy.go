@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"math/rand/v2"
 	"time"
 
@@ -32,7 +33,8 @@ const (
 )
 
 // Skip drops the task: asynq sees a success. Its price: when the holder fails for good, or its host dies and asynq cannot
-// retry it, the copies that were dropped meanwhile are gone as well.
+// retry it, the copies that were dropped meanwhile are gone as well. And it believes the key, which outlives its holder by up
+// to one TTL where that was killed, or could not reach Redis to release it.
 func Skip() Policy { return Policy{kind: policySkip} }
 
 // Retry puts the task back for delay, give or take a fifth, at least 1 s. 0 means half the TTL; not negative. On a server
@@ -47,7 +49,7 @@ func Wait(limit time.Duration) Policy { return Policy{kind: policyWait, d: limit
 // a queue.
 func Archive() Policy { return Policy{kind: policyArchive} }
 
-// PolicyFunc lets decide choose. nil drops the task as Skip does; an error that matches ErrHeld puts it back as Retry does,
+// PolicyFunc lets decide choose. nil, like asynq.RevokeTask, drops the task as Skip does; an error that matches ErrHeld puts it back as Retry does,
 // after the RetryIn of a *HeldError in it; one that matches asynq.SkipRetry archives it; any other is an ordinary failure.
 // While a task waits on its last attempt, decide is asked again when the holder changes. Not nil; must be safe for
 // concurrent use.
@@ -67,7 +69,7 @@ func (p Policy) check() error {
 
 // verdict is what becomes of a task that did not get its lock at a try.
 type verdict struct {
-	kind   EventKind // EventRan: run it unlocked
+	kind   EventKind // EventRan without a lock: run it unlocked
 	err    error     // what asynq gets to see, or why it runs unlocked
 	holder Holder    // who stands in the way
 	wait   waitKind
@@ -87,24 +89,31 @@ const (
 func (l *Locker) obtain(ctx context.Context, task *asynq.Task, key string) (*Lock, verdict) {
 	var (
 		self = l.self(ctx, task.Type())
-		room = l.waitingRoom(ctx, key)
+		room = visit{locker: l, ctx: ctx, key: key, began: time.Now()}
 		v    verdict
 	)
 	defer room.leave()
 	for {
-		lock, err := l.acquire(ctx, ctx, key, self)
+		freed := room.bell() // before the try: a lock that ends meanwhile must not be slept through
+		lock, err := l.acquire(ctx, ctx, key, self, room.began)
 		if err == nil {
-			return lock, verdict{}
+			return lock, verdict{kind: EventRan}
 		}
 		v = l.judge(ctx, task, self, err, v)
-		if v.kind != EventRequeued || !room.wait(v) {
+		if v.kind != EventRequeued || !room.wait(v, freed) {
 			break
 		}
 	}
-	if err := ctx.Err(); err != nil && v.kind == EventRequeued {
+	var held *HeldError
+	switch {
+	case v.kind != EventRequeued:
+	case ctx.Err() != nil:
 		v.err = l.contention(task, fmt.Errorf("redislock: acquire lock %s: the task's context ended: %w", key, context.Cause(ctx)), 0)
-	} else if v.kind == EventRequeued && lastAttempt(ctx) {
+	case lastAttempt(ctx):
 		v.kind = EventArchived // by asynq, which looks at the attempts before it looks at the error
+		if errors.As(v.err, &held) {
+			held.RetryIn = 0
+		}
 	}
 	return nil, v
 }
@@ -159,12 +168,14 @@ func (l *Locker) applyPolicy(ctx context.Context, task *asynq.Task, held *HeldEr
 		switch {
 		case v.err == nil:
 			v.kind = EventSkipped
+		case errors.Is(v.err, asynq.RevokeTask): // which drops the task for asynq, too
+			v.kind = EventSkipped
 		case errors.Is(v.err, asynq.SkipRetry):
 			v.kind = EventArchived
 		case errors.Is(v.err, ErrHeld):
 			delay := held.RetryIn
 			if errors.As(v.err, &again) {
-				delay = max(again.RetryIn, minRetry)
+				delay = again.RetryIn
 			}
 			v.kind, v.err, v.wait = EventRequeued, l.contention(task, v.err, delay), waitAtLast
 		default:
@@ -189,6 +200,7 @@ func (l *Locker) retryDelay(d time.Duration) time.Duration {
 	if d == 0 {
 		d = l.ttl / 2
 	}
+	d = min(d, math.MaxInt64/2) // room for the jitter
 	return max(time.Duration(float64(d)*(0.8+0.4*rand.Float64())), minRetry)
 }
 
@@ -199,119 +211,67 @@ func lastAttempt(ctx context.Context) bool {
 	return ok && retried >= most
 }
 
-// waitingFor is what those that wait in place for one key share.
-type waitingFor struct {
-	freed  chan struct{} // closed, and made anew, when a lock of the key ends in this Locker
-	guests int
-	taken  bool // by the one that waits because the policy is Wait
+// queue is what the tasks share that wait in place for one key in this Locker.
+type queue struct {
+	freed chan struct{} // closed, and made anew, when a lock of the key ends here
+	tasks int
+	taken bool // the one place for a task that waits because the policy is Wait
 }
 
-// waitingRoom is where one task waits for its lock.
-type waitingRoom struct {
+// visit is one task's stay at the lock of its key. It joins the queue when it first waits.
+type visit struct {
+	*queue
 	locker *Locker
 	ctx    context.Context
 	key    string
 	began  time.Time
-	shared *waitingFor // nil until the first wait
-	sole   bool        // shared.taken is ours
+	seated bool // queue.taken is ours
 }
 
-func (l *Locker) waitingRoom(ctx context.Context, key string) *waitingRoom {
-	return &waitingRoom{locker: l, ctx: ctx, key: key, began: time.Now()}
+// bell returns what tells that a lock of the key has ended here since the call; nil, which never tells, before the first wait.
+func (r *visit) bell() <-chan struct{} {
+	if r.queue == nil {
+		return nil
+	}
+	r.locker.mu.Lock()
+	defer r.locker.mu.Unlock()
+	return r.freed
 }
 
-// wait returns true when it is time for another try, false when the task must not wait any longer.
-func (r *waitingRoom) wait(v verdict) bool {
-	left, may := r.limit(v.wait)
-	if !may || r.ctx.Err() != nil {
-		return false
-	}
-	freed := r.enter(v)
-	if v.wait == waitPolicy && !r.sole && !lastAttempt(r.ctx) {
-		return false
-	}
-	if v.wait == waitForever {
-		<-r.ctx.Done()
-		return false
-	}
-	interval := r.interval()
-	timer := time.NewTimer(min(interval, left))
-	defer timer.Stop()
-	select {
-	case <-freed:
-		return true
-	case <-r.locker.closing:
-		return true
-	case <-timer.C:
-		return interval < left
-	case <-r.ctx.Done():
-		return false
-	}
-}
-
-// limit returns how much longer the task may wait in place, and whether it may at all.
-func (r *waitingRoom) limit(kind waitKind) (left time.Duration, may bool) {
-	const untilContextEnds = 1<<63 - 1
-	if kind != waitNot && lastAttempt(r.ctx) {
-		deadline, ok := r.ctx.Deadline()
-		if !ok || kind == waitForever {
-			return untilContextEnds, true
-		}
-		margin := max(time.Second, deadline.Sub(r.began)/20)
-		left = time.Until(deadline.Add(-margin))
-		return left, left > 0
-	}
-	if kind == waitPolicy {
-		left = r.locker.policy.d - time.Since(r.began)
-		return left, left > 0
-	}
-	return 0, false
-}
-
-// interval grows with the time already waited, so that a hand-over takes at most a tenth of it, and Redis sees at most a
-// few polls a second of a task that waits long.
-func (r *waitingRoom) interval() time.Duration {
-	most := min(max(time.Since(r.began)/10, 5*time.Millisecond), 250*time.Millisecond)
-	return most/2 + rand.N(most/2)
-}
-
-// enter joins those that wait for the key and returns what tells that it has been freed here.
-func (r *waitingRoom) enter(v verdict) <-chan struct{} {
-	l := r.locker
-	l.mu.Lock()
-	first := r.shared == nil
-	if first {
-		if l.waits[r.key] == nil {
-			l.waits[r.key] = &waitingFor{freed: make(chan struct{})}
-		}
-		r.shared = l.waits[r.key]
-		r.shared.guests++
-	}
-	if v.wait == waitPolicy && !r.sole && !r.shared.taken {
-		r.sole, r.shared.taken = true, true
-	}
-	freed := r.shared.freed
-	l.mu.Unlock()
-	if first && lastAttempt(r.ctx) {
-		// Up to its deadline this task gives no other sign of life.
-		l.log().LogAttrs(r.ctx, slog.LevelInfo, "redislock: task waits in place: this is its last attempt, an error would archive it",
-			slog.String("key", r.key), slog.String("holder", v.holder.String()), slog.String("reason", v.err.Error()))
-	}
-	return freed
-}
-
-func (r *waitingRoom) leave() {
-	if r.shared == nil {
-		return
-	}
+// join enters the queue and returns its bell.
+func (r *visit) join() <-chan struct{} {
 	l := r.locker
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if r.sole {
-		r.shared.taken = false
+	if l.waits[r.key] == nil {
+		l.waits[r.key] = &queue{freed: make(chan struct{})}
 	}
-	if r.shared.guests--; r.shared.guests == 0 {
-		delete(l.waits, r.key)
+	r.queue = l.waits[r.key]
+	r.tasks++
+	return r.freed
+}
+
+// takeSeat reports whether this is the one task that may wait because the policy is Wait.
+func (r *visit) takeSeat() bool {
+	r.locker.mu.Lock()
+	defer r.locker.mu.Unlock()
+	if !r.taken {
+		r.taken, r.seated = true, true
+	}
+	return r.seated
+}
+
+func (r *visit) leave() {
+	if r.queue == nil {
+		return
+	}
+	r.locker.mu.Lock()
+	defer r.locker.mu.Unlock()
+	if r.seated {
+		r.taken = false
+	}
+	if r.tasks--; r.tasks == 0 {
+		delete(r.locker.waits, r.key)
 	}
 }
 
@@ -319,8 +279,60 @@ func (r *waitingRoom) leave() {
 func (l *Locker) wake(key string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if w := l.waits[key]; w != nil {
-		close(w.freed)
-		w.freed = make(chan struct{})
+	if q := l.waits[key]; q != nil {
+		close(q.freed)
+		q.freed = make(chan struct{})
 	}
+}
+
+// wait returns true when it is time for another try, false when the task must not wait any longer.
+func (r *visit) wait(v verdict, freed <-chan struct{}) bool {
+	last, left := lastAttempt(r.ctx), r.left(v.wait)
+	if left <= 0 {
+		return false
+	}
+	first := r.queue == nil
+	if first {
+		freed = r.join()
+	}
+	if v.wait == waitPolicy && !r.takeSeat() && !last {
+		return false
+	}
+	if last && first { // up to its deadline this task gives no other sign of life
+		r.locker.log().LogAttrs(r.ctx, slog.LevelInfo, "redislock: task waits in place: this is its last attempt, an error would archive it",
+			slog.String("key", r.key), slog.String("holder", v.holder.String()), slog.String("reason", v.err.Error()))
+	}
+	// A tenth of the time already waited: Redis sees at most a few polls a second of a task that waits long.
+	most := min(max(time.Since(r.began)/10, 5*time.Millisecond), 250*time.Millisecond)
+	interval, closing := most/2+rand.N(most/2), r.locker.closing
+	if v.wait == waitForever {
+		interval, freed, closing = left, nil, nil
+	}
+	timer := time.NewTimer(min(interval, left))
+	defer timer.Stop()
+	select {
+	case <-freed:
+	case <-closing:
+	case <-timer.C:
+		return interval < left
+	case <-r.ctx.Done():
+		return false
+	}
+	return true
+}
+
+// left is how much longer the task may wait in place: up to the policy's limit or, where an error would archive it, without
+// one, but only waitForever beyond the point from which asynq may settle the task itself, which counts as a failure.
+func (r *visit) left(kind waitKind) time.Duration {
+	left := time.Duration(math.MaxInt64)
+	switch last := lastAttempt(r.ctx); {
+	case kind == waitPolicy && !last:
+		left = r.locker.policy.d - time.Since(r.began)
+	case kind == waitNot, !last:
+		return 0
+	}
+	if deadline, ok := r.ctx.Deadline(); ok && kind != waitForever {
+		left = min(left, time.Until(deadline)-max(time.Second, deadline.Sub(r.began)/20))
+	}
+	return left
 }

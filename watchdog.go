@@ -33,8 +33,8 @@ func (k *Lock) watch(parent context.Context, validFrom time.Time) {
 	if k.state != stateHeld {
 		return // Shutdown was quicker
 	}
-	k.watchdog.extend = time.AfterFunc(time.Until(validFrom.Add(k.locker.ttl/3)), k.tick)
-	k.watchdog.deadline = time.AfterFunc(time.Until(k.validUntil), k.expire)
+	k.watchdog.extend = k.locker.after(time.Until(validFrom.Add(k.locker.ttl/3)), k.tick)
+	k.watchdog.deadline = k.locker.after(time.Until(k.validUntil), k.expire)
 	k.watchdog.unwatch = context.AfterFunc(parent, func() { k.outlive(context.Cause(parent)) })
 }
 
@@ -44,8 +44,6 @@ func (k *Lock) tick() {
 	if _, ended := k.validity(); ended != nil {
 		return
 	}
-	k.locker.begin()
-	defer k.locker.leave()
 	k.setTick(k.locker.ttl / 3)
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(k.ctx), k.locker.ttl)
 	defer cancel()
@@ -79,11 +77,7 @@ func (k *Lock) renew(sent time.Time) error {
 }
 
 // expire fires at the end of validity. An extension may have moved that in the same moment.
-func (k *Lock) expire() {
-	k.locker.begin()
-	defer k.locker.leave()
-	_, _ = k.validity()
-}
+func (k *Lock) expire() { _, _ = k.validity() }
 
 // outlive keeps the lock for work that goes on after its context has ended, but not for ever.
 func (k *Lock) outlive(cause error) {
@@ -92,15 +86,37 @@ func (k *Lock) outlive(cause error) {
 	if k.state != stateHeld {
 		return
 	}
-	k.watchdog.grace = time.AfterFunc(k.locker.grace, func() {
-		k.locker.begin()
-		defer k.locker.leave()
+	k.watchdog.grace = k.locker.after(k.locker.grace, func() {
 		k.abandon(fmt.Errorf("redislock: lock %s: the work still runs %v after its context ended: %w", k.key, k.locker.grace, cause))
+	})
+}
+
+// after is time.AfterFunc for what Shutdown waits for.
+func (l *Locker) after(d time.Duration, fn func()) *time.Timer {
+	return time.AfterFunc(d, func() {
+		l.begin()
+		defer l.leave()
+		fn()
 	})
 }
 
 // retryInterval is the pause after a call that failed.
 func (l *Locker) retryInterval() time.Duration { return max(l.ttl/30, 50*time.Millisecond) }
+
+// waitFor waits until done is closed, or ctx ends, and reports whether it is done.
+func waitFor(ctx context.Context, done <-chan struct{}) bool {
+	select {
+	case <-done:
+		return true
+	case <-ctx.Done():
+	}
+	select { // at the same moment, done counts
+	case <-done:
+		return true
+	default:
+		return false
+	}
+}
 
 // sleep waits for d, or less if ctx ends first, and reports whether it waited to the end.
 func sleep(ctx context.Context, d time.Duration) bool {
