@@ -1,0 +1,5 @@
+package redislock
+
+import "syscall"
+
+func init() { dieWithParent = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL} }
