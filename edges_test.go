@@ -288,3 +288,25 @@ func TestAVeryLongRetryDelayDoesNotOverflow(t *testing.T) {
 		}
 	}
 }
+
+func TestALossIsToldBeforeTheOutcome(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		var b books
+		l := w.host("host").locker(&books{}, WithObserver(func(ctx context.Context, e Event) {
+			if e.Kind == EventLost {
+				time.Sleep(time.Second) // and the handler does not wait for that
+			}
+			b.observe(ctx, e)
+		}))
+		_ = l.Middleware(asynq.HandlerFunc(func(ctx context.Context, _ *asynq.Task) error {
+			lock, _ := FromContext(ctx)
+			w.redis.Del(lock.Key())
+			<-ctx.Done()
+			return context.Cause(ctx)
+		})).ProcessTask(t.Context(), asynq.NewTask("x", nil))
+		if told := b.of(EventLost, EventRan); len(told) != 2 || told[0].Kind != EventLost {
+			t.Errorf("%v", told)
+		}
+		b.balance(t, 1)
+	})
+}

@@ -56,7 +56,8 @@ type Lock struct {
 
 	mu         sync.Mutex
 	state      lockState
-	cause      error // why it is lost or abandoned
+	cause      error         // why it is lost or abandoned
+	told       chan struct{} // made with the cause, closed when the event about it is told
 	validUntil time.Time
 	watchdog   watchdog
 	releasing  atomic.Bool
@@ -307,12 +308,13 @@ func (k *Lock) release(done bool) <-chan struct{} {
 		return k.released
 	}
 	_, ended := k.validity()
-	held := ended == nil && k.end(stateReleased, nil, context.Canceled)
+	held := ended == nil && k.end(stateReleased, context.Canceled)
 	k.locker.spawn(func() {
 		reply, err := k.settle(done)
 		switch {
 		case !held:
 			_, k.releaseErr = k.validity()
+			<-k.told
 		case err != nil:
 			k.releaseErr = err
 			k.emit(EventReleased, err)
@@ -361,24 +363,28 @@ func (k *Lock) settle(done bool) (reply int, err error) {
 
 // end moves the lock out of the held state, stops its timers and cancels its context. It reports whether it was the one
 // to do so.
-func (k *Lock) end(state lockState, cause, contextCause error) bool {
+func (k *Lock) end(state lockState, cause error) bool {
 	k.mu.Lock()
 	first := k.state == stateHeld
 	if first {
-		k.state, k.cause = state, cause
+		k.state = state
+		if state != stateReleased {
+			k.cause, k.told = cause, make(chan struct{})
+		}
 		k.watchdog.stop()
 	}
 	k.mu.Unlock()
 	if first {
-		k.cancel(contextCause)
+		k.cancel(cause)
 	}
 	return first
 }
 
 // lose declares the lock lost. It returns why the lock has ended, which is the given cause if it was the first.
 func (k *Lock) lose(cause error) error {
-	if k.end(stateLost, cause, cause) {
-		k.emit(EventLost, cause)
+	if k.end(stateLost, cause) {
+		k.emit(EventLost, cause) // after the handler knows, for which no observer may be too slow
+		close(k.told)
 	}
 	_, ended := k.validity()
 	return ended
@@ -386,8 +392,9 @@ func (k *Lock) lose(cause error) error {
 
 // abandon stops extending the lock while its work goes on, so that the key lapses within one TTL.
 func (k *Lock) abandon(cause error) {
-	if k.end(stateAbandoned, cause, cause) {
+	if k.end(stateAbandoned, cause) {
 		k.emit(EventAbandoned, cause)
+		close(k.told)
 	}
 }
 
