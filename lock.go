@@ -130,7 +130,7 @@ func (l *Locker) acquire(ctx, parent context.Context, key string, self Holder, b
 	if !l.enter() {
 		return nil, fmt.Errorf("%w: acquire lock %s", ErrClosed, key)
 	}
-	self.Since = time.Now()
+	self.Since = time.Now().UTC().Truncate(time.Millisecond) // as it comes back from the value, to be compared
 	token := uuid.NewString()
 	value := encodeValue(self, token)
 	validFrom, err := l.try(ctx, key, value)
@@ -236,12 +236,12 @@ func (l *Locker) tooLate(ctx context.Context, key string) error {
 	return fmt.Errorf("%w: acquire lock %s: took longer than %v, a quarter of the TTL", ErrUnavailable, key, l.ttl/4)
 }
 
-// giveBack frees what a try without a known outcome may have claimed. If it fails, the key lapses within one TTL.
+// giveBack frees what a try without a known outcome may have claimed. If it fails, the key lapses within one TTL. It wakes
+// nobody: the one who waits is often the one whose try this was, and has to pause before the next.
 func (l *Locker) giveBack(key, value string) {
 	ctx, cancel := context.WithTimeout(context.Background(), l.ttl)
 	defer cancel()
 	_ = releaseScript.Run(ctx, l.rdb, []string{key}, value).Err()
-	l.wake(key)
 }
 
 // validUntil is when a holder must stop believing in a lock whose TTL was set by a command sent at sent: a tenth of the TTL

@@ -89,7 +89,7 @@ const (
 func (l *Locker) obtain(ctx context.Context, task *asynq.Task, key string) (*Lock, verdict) {
 	var (
 		self = l.self(ctx, task.Type())
-		room = visit{locker: l, ctx: ctx, key: key, began: time.Now()}
+		room = visit{locker: l, ctx: ctx, key: key, self: self, began: time.Now()}
 		v    verdict
 	)
 	defer room.leave()
@@ -128,6 +128,9 @@ func (l *Locker) judge(ctx context.Context, task *asynq.Task, self Holder, err e
 	case errors.Is(err, ErrDone):
 		errors.As(err, &held)
 		return verdict{kind: EventDone, holder: held.Holder}
+	case errors.As(err, &held) && heldAround(ctx, held):
+		return verdict{kind: EventRefused, holder: held.Holder,
+			err: fmt.Errorf("redislock: acquire lock %s: already held further up the call chain, through another client", held.Key)}
 	case errors.As(err, &held):
 		held.RetryIn = l.retryDelay(0)
 		if held.Holder == (Holder{}) || held.Holder.sameTask(self) {
@@ -224,6 +227,7 @@ type visit struct {
 	locker *Locker
 	ctx    context.Context
 	key    string
+	self   Holder
 	began  time.Time
 	seated bool // queue.taken is ours
 }
@@ -300,7 +304,8 @@ func (r *visit) wait(v verdict, freed <-chan struct{}) bool {
 	}
 	if last && first { // up to its deadline this task gives no other sign of life
 		r.locker.log().LogAttrs(r.ctx, slog.LevelInfo, "redislock: task waits in place: this is its last attempt, an error would archive it",
-			slog.String("key", r.key), slog.String("holder", v.holder.String()), slog.String("reason", v.err.Error()))
+			slog.String("key", r.key), slog.String("task_id", r.self.TaskID), slog.String("task_type", r.self.TaskType),
+			slog.String("queue", r.self.Queue), slog.String("holder", v.holder.String()), slog.String("reason", v.err.Error()))
 	}
 	// A tenth of the time already waited: Redis sees at most a few polls a second of a task that waits long.
 	most := min(max(time.Since(r.began)/10, 5*time.Millisecond), 250*time.Millisecond)

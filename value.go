@@ -30,8 +30,11 @@ func (h Holder) String() string {
 		return "a holder this version cannot read"
 	}
 	who := "no task"
-	if h.TaskType != "" || h.TaskID != "" {
+	switch {
+	case h.TaskID != "":
 		who = fmt.Sprintf("task %s (%s, queue %q)", h.TaskID, h.TaskType, h.Queue)
+	case h.TaskType != "":
+		who = fmt.Sprintf("a task of type %s", h.TaskType)
 	}
 	return fmt.Sprintf("%s on %s pid %d since %s", who, h.Host, h.PID, h.Since.UTC().Format(time.RFC3339))
 }
