@@ -5,6 +5,7 @@ import (
 	_ "embed"
 	"errors"
 	"fmt"
+	"iter"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -47,8 +48,8 @@ type Lock struct {
 	token  string
 	value  string // what is at the key while it is ours
 	self   Holder
-	since  time.Time     // acquired
-	waited time.Duration // until acquired
+	since  time.Time // acquired
+	waited time.Duration
 	ctx    context.Context
 	cancel context.CancelCauseFunc
 	outer  *Lock       // the lock around this one in its call chain
@@ -58,6 +59,7 @@ type Lock struct {
 	state      lockState
 	cause      error         // why it is lost or abandoned
 	told       chan struct{} // made with the cause, closed when the event about it is told
+	held       time.Duration // until it ended
 	validUntil time.Time
 	watchdog   watchdog
 	releasing  atomic.Bool
@@ -81,6 +83,14 @@ type lockContextKey struct{}
 func FromContext(ctx context.Context) (k *Lock, ok bool) {
 	k, ok = ctx.Value(lockContextKey{}).(*Lock)
 	return k, ok
+}
+
+// locksAround yields the locks that ctx is under, innermost first.
+func locksAround(ctx context.Context) iter.Seq[*Lock] {
+	return func(yield func(*Lock) bool) {
+		for k, _ := FromContext(ctx); k != nil && yield(k); k = k.outer {
+		}
+	}
 }
 
 // Key returns the Redis key of the lock.
@@ -114,14 +124,31 @@ func (k *Lock) Check(ctx context.Context) error {
 }
 
 // Release ends the lock and its Context and frees the key, if it is still ours, without leaving a done marker. It waits for
-// the reply at most until ctx ends; the call goes on without it. Calls after the first change nothing and return the same.
+// the reply at most until ctx ends, with a context that ends with the lock at most min(2 s, TTL/10); the call goes on without
+// it. Calls after the first change nothing and return the same.
 // The error matches ErrLost when the lock was lost before, ErrUnavailable when Redis could not be asked: the key then lapses
 // within one TTL.
 func (k *Lock) Release(ctx context.Context) error {
-	if !waitFor(ctx, k.release(false)) {
-		return fmt.Errorf("%w: release lock %s: %w", ErrUnavailable, k.key, ctx.Err())
+	bound, cancel := k.releaseBound(ctx)
+	defer cancel()
+	if !waitFor(bound, k.release(false)) {
+		return fmt.Errorf("%w: release lock %s: %w", ErrUnavailable, k.key, bound.Err())
 	}
 	return k.releaseErr
+}
+
+// releaseBound bounds the wait for a release. A handler's own context cannot: the release itself ends it.
+func (k *Lock) releaseBound(ctx context.Context) (context.Context, context.CancelFunc) {
+	for around := range locksAround(ctx) {
+		if around == k && ctx.Err() == nil {
+			until := time.Now().Add(k.locker.patience())
+			if deadline, ok := ctx.Deadline(); ok && deadline.Before(until) {
+				until = deadline
+			}
+			return context.WithDeadline(context.WithoutCancel(ctx), until)
+		}
+	}
+	return ctx, func() {}
 }
 
 // acquire makes one try at the lock of a key, bounded by ctx and TTL/4. The lock's own context derives from parent.
@@ -248,6 +275,9 @@ func (l *Locker) giveBack(key, value string) {
 // before Redis can give it away, for clocks that run at different speeds and timers that fire late.
 func (l *Locker) validUntil(sent time.Time) time.Time { return sent.Add(l.ttl - l.ttl/10) }
 
+// patience is how long a return waits for its release.
+func (l *Locker) patience() time.Duration { return min(2*time.Second, l.ttl/10) }
+
 // validity returns how much longer the lock is valid without an extension, or an ErrLost that says how it ended. The local
 // clock has the last word: a lock that is overdue is lost even if no timer has said so yet.
 func (k *Lock) validity() (time.Duration, error) {
@@ -287,7 +317,7 @@ func (k *Lock) hold(fn func(context.Context) error) (err error) {
 	defer func() {
 		lost := k.isLost() // before the release, since only a loss that fn could see is fn's to answer for
 		released := k.release(returned && err == nil && k.locker.doneFor > 0 && !k.unrun.Load())
-		bound := time.NewTimer(min(2*time.Second, k.locker.ttl/10))
+		bound := time.NewTimer(k.locker.patience())
 		defer bound.Stop()
 		select {
 		case <-released:
@@ -318,7 +348,7 @@ func (k *Lock) release(done bool) <-chan struct{} {
 		case err != nil:
 			k.releaseErr = err
 			k.emit(EventReleased, err)
-		case reply == replyAnother:
+		case reply == replyAnother: // or freed by a try whose reply was lost, and taken since; a loss is the safer guess
 			k.releaseErr = fmt.Errorf("%w: lock %s: somebody else's at its release", ErrLost, k.key)
 			k.emit(EventLost, k.releaseErr)
 		default: // gone while we were valid: an earlier try freed it and its reply was lost
@@ -367,7 +397,7 @@ func (k *Lock) end(state lockState, cause error) bool {
 	k.mu.Lock()
 	first := k.state == stateHeld
 	if first {
-		k.state = state
+		k.state, k.held = state, time.Since(k.since)
 		if state != stateReleased {
 			k.cause, k.told = cause, make(chan struct{})
 		}
@@ -415,14 +445,10 @@ func (k *Lock) isReleased() bool {
 }
 
 func (k *Lock) emit(kind EventKind, err error) {
-	e := Event{
+	k.locker.emit(k.ctx, Event{
 		Kind: kind, Key: k.key, TaskID: k.self.TaskID, TaskType: k.self.TaskType, Queue: k.self.Queue,
-		Holder: k.self, Waited: k.waited, Err: err,
-	}
-	if kind != EventAcquired {
-		e.Held = time.Since(k.since)
-	}
-	k.locker.emit(k.ctx, e)
+		Holder: k.self, Waited: k.waited, Held: k.held, Err: err,
+	})
 }
 
 // lostError is what a handler returned whose lock was lost: both can be matched, and asynq.SkipRetry in it keeps its meaning.

@@ -96,7 +96,7 @@ func (l *Locker) admit(ctx context.Context, task *asynq.Task) (key string, lock 
 // heldAround reports whether the holder that was found at the key is a lock of this very call chain. nested has not seen it
 // where two clients lead to one Redis, and a task must not wait for itself.
 func heldAround(ctx context.Context, held *HeldError) bool {
-	for k, _ := FromContext(ctx); k != nil; k = k.outer {
+	for k := range locksAround(ctx) {
 		if k.key == held.Key && k.self == held.Holder {
 			return true
 		}
@@ -107,7 +107,7 @@ func heldAround(ctx context.Context, held *HeldError) bool {
 // dropWithin tells the locks around a task that it was dropped, so that none takes this silence for a successful run and leaves
 // a done marker.
 func dropWithin(ctx context.Context, self Holder) {
-	for k, _ := FromContext(ctx); k != nil; k = k.outer {
+	for k := range locksAround(ctx) {
 		if k.self.TaskID == self.TaskID && k.self.Queue == self.Queue && k.self.TaskType == self.TaskType {
 			k.unrun.Store(true)
 		}
@@ -125,7 +125,7 @@ func ofRun(task *asynq.Task, err error) error {
 // nested reports whether the lock of this key is held further up the call chain, so that the task is already safe. It fails
 // where the outer lock does not do what this Locker's options promise.
 func (l *Locker) nested(ctx context.Context, key string) (bool, error) {
-	for k, _ := FromContext(ctx); k != nil; k = k.outer {
+	for k := range locksAround(ctx) {
 		if k.key != key || k.locker.rdb != l.rdb || k.isReleased() {
 			continue
 		}

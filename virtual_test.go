@@ -366,9 +366,6 @@ func (h *host) schedule(cronspec string, task *asynq.Task, opts ...asynq.Option)
 // cut cuts both links: to the others, the host is dead.
 func (h *host) cut() { h.lockLink.cut(); h.queueLink.cut() }
 
-// heal mends both links.
-func (h *host) heal() { h.lockLink.heal(); h.queueLink.heal() }
-
 func (w *world) atEnd(stop func()) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -1,0 +1,1873 @@
+package redislock
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/hibiken/asynq"
+	"github.com/redis/go-redis/v9"
+)
+
+// k1 is the key of the lock "n".
+const k1 = "redislock:{n}"
+
+// heldLock takes the lock of a name or ends the test.
+func heldLock(t *testing.T, l *Locker, name string) *Lock {
+	t.Helper()
+	k, err := l.TryAcquire(t.Context(), name)
+	if err != nil {
+		t.Fatalf("the lock of %s should be free: %v", name, err)
+	}
+	return k
+}
+
+// stopWatchdog leaves the lock as it is when its process stands still: nobody extends it and nobody notices.
+func stopWatchdog(k *Lock) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.watchdog.stop()
+}
+
+// teachScripts makes Redis know the scripts, so that each call is one command.
+func teachScripts(w *world) {
+	for _, source := range []string{extendSource, releaseSource, doneSource} {
+		if err := w.rdb.ScriptLoad(w.t.Context(), source).Err(); err != nil {
+			w.t.Fatal(err)
+		}
+	}
+}
+
+// patient is a client that waits for a reply for ever and never sends a command again.
+func patient(o *redis.Options) { o.ReadTimeout, o.WriteTimeout, o.MaxRetries = -1, -1, -1 }
+
+// once is a client that never sends a command again.
+func once(o *redis.Options) { o.MaxRetries = -1 }
+
+// ended reports whether the lock's context has ended.
+func ended(k *Lock) bool { return k.Context().Err() != nil }
+
+// receive returns what comes out of a channel within limit, or ends the test.
+func receive[T any](t *testing.T, limit time.Duration, what string, c <-chan T) T {
+	t.Helper()
+	select {
+	case v := <-c:
+		return v
+	case <-time.After(limit):
+		t.Fatalf("after %s still not: %s", limit, what)
+		panic("unreachable")
+	}
+}
+
+// awaitEnd waits for the end of the lock's context, and until everybody has been told.
+func awaitEnd(k *Lock) {
+	<-k.Context().Done()
+	synctest.Wait()
+}
+
+// service is a host that runs one kind of task under locks, and what became of each delivery.
+type service struct {
+	books   books
+	host    *host
+	locker  *Locker
+	task    *asynq.Task
+	key     string
+	handler asynq.Handler
+	began   chan time.Time // when a handler began
+
+	mu      sync.Mutex
+	open    int // deliveries under way
+	results []result
+}
+
+// result is what the middleware returned, and how long after the handler did.
+type result struct {
+	err  error
+	late time.Duration
+}
+
+// lockedService prepares a host for doing work under locks.
+func lockedService(h *host, work func(context.Context) error, opts ...Option) *service {
+	h.world.t.Helper()
+	s := &service{host: h, task: asynq.NewTask("work", []byte("the same each time")), began: make(chan time.Time, 100)}
+	s.locker = h.locker(&s.books, opts...)
+	name, err := s.locker.Name(h.world.t.Context(), s.task)
+	if err != nil {
+		h.world.t.Fatal(err)
+	}
+	s.key, _ = s.locker.redisKey(name)
+	s.handler = asynq.HandlerFunc(func(ctx context.Context, task *asynq.Task) error {
+		s.mu.Lock()
+		s.open++
+		s.mu.Unlock()
+		var done time.Time
+		err := s.locker.Middleware(asynq.HandlerFunc(func(ctx context.Context, _ *asynq.Task) error {
+			s.began <- time.Now()
+			defer func() { done = time.Now() }()
+			return work(ctx)
+		})).ProcessTask(ctx, task)
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.open--
+		s.results = append(s.results, result{err, time.Since(done)})
+		return err
+	})
+	return s
+}
+
+// start starts the host's server, which finds at once what is enqueued by then, and later tasks within seconds.
+func (s *service) start() {
+	s.host.world.t.Helper()
+	s.host.serve(ServerConfig(asynq.Config{
+		Concurrency: 2, TaskCheckInterval: 5 * time.Second, DelayedTaskCheckInterval: 5 * time.Second,
+	}), s.handler)
+}
+
+// run enqueues the task, starts the server, and returns when the handler has begun.
+func (s *service) run(opts ...asynq.Option) (info *asynq.TaskInfo, began time.Time) {
+	s.host.world.t.Helper()
+	info = s.host.world.enqueue(s.task, opts...)
+	s.start()
+	return info, receive(s.host.world.t, time.Minute, "handler runs", s.began)
+}
+
+func (s *service) returned() []result {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Clone(s.results)
+}
+
+// finishes lets time pass until all tasks are done and the last release has ended, and checks the books.
+func (s *service) finishes(limit time.Duration) {
+	w := s.host.world
+	w.t.Helper()
+	w.until(limit, "all tasks settled and locks ended", func() bool {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		return w.drained() && s.open == 0 && s.books.count(EventReleased, EventLost, EventAbandoned) == s.books.count(EventAcquired)
+	})
+	s.books.balance(w.t, len(s.returned()))
+}
+
+// A handler that takes longer than its lock's TTL.
+
+func TestAHandlerOfThreeTTLsNeverRunsTwiceAtOnce(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		const ttl = 5 * time.Second
+		var runs tally
+		var hosts []*service
+		for i := range 3 {
+			hosts = append(hosts, lockedService(w.host(fmt.Sprintf("h%d", i)), func(ctx context.Context) error {
+				defer runs.start("work")()
+				return busy(ctx, 3*ttl)
+			}, WithTTL(ttl), WithPolicy(Retry(time.Second))))
+		}
+		first := hosts[0]
+		for range 4 {
+			w.enqueue(first.task)
+		}
+		for _, s := range hosts {
+			s.start()
+		}
+		w.until(4*3*ttl+time.Minute, "all copies done", func() bool {
+			synctest.Wait()
+			if runs.running("work") > 0 && !w.redis.Exists(first.key) {
+				t.Errorf("at %s the handler runs and the key is gone", w.elapsed())
+			}
+			return w.drained()
+		})
+		if got := runs.overlaps(); len(got) > 0 {
+			t.Errorf("ran twice at once: %q", got)
+		}
+		for _, r := range runs.of("work") {
+			if took := r.end.Sub(r.start); took != 3*ttl {
+				t.Errorf("a run took %s, want %s: nothing should have ended it", took, 3*ttl)
+			}
+		}
+		if n := runs.count("work"); n != 4 {
+			t.Errorf("4 copies ran %d times", n)
+		}
+		if w.redis.Exists(first.key) {
+			t.Error("the key is still there")
+		}
+		if s := w.stats("default"); s.Failed != 0 {
+			t.Errorf("%d failures; contention is none", s.Failed)
+		}
+		for _, s := range hosts {
+			s.books.balance(t, len(s.returned()))
+		}
+	})
+}
+
+func TestAHolderPausedPastItsTTLLeavesItsSuccessorAlone(t *testing.T) {
+	const ttl = 5 * time.Second
+	for _, test := range []struct {
+		name string
+		late func(context.Context, *Lock) error // what the holder does when it wakes up
+		asks bool                               // Redis
+	}{
+		{"release", func(ctx context.Context, k *Lock) error { return k.Release(ctx) }, true},
+		{"release with a done marker", func(_ context.Context, k *Lock) error { <-k.release(true); return k.releaseErr }, true},
+		{"extend", func(ctx context.Context, k *Lock) error { return k.extend(ctx) }, true},
+		{"tick", func(_ context.Context, k *Lock) error { k.tick(); return k.isLost() }, false},
+		{"check", func(ctx context.Context, k *Lock) error { return k.Check(ctx) }, false},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			virtual(t, func(t *testing.T, w *world) {
+				var b books
+				opts := Options(WithTTL(ttl), WithDoneFor(time.Hour))
+				paused, other := w.host("paused"), w.host("other")
+				old := heldLock(t, paused.locker(&b, opts), "n")
+				stopWatchdog(old)
+				time.Sleep(ttl - time.Millisecond)
+				if _, err := other.locker(&b, opts).TryAcquire(t.Context(), "n"); !errors.Is(err, ErrHeld) {
+					t.Errorf("within the TTL the other host gets %v, want ErrHeld", err)
+				}
+				time.Sleep(2 * time.Millisecond)
+				successor := heldLock(t, other.locker(&b, opts), "n")
+				time.Sleep(time.Second)
+				value, _ := w.redis.Get(old.Key())
+				paused.lockLink.forget()
+
+				if err := test.late(t.Context(), old); !errors.Is(err, ErrLost) {
+					t.Errorf("the old holder hears %v, want ErrLost", err)
+				}
+				if asked := len(paused.lockLink.sent("", old.Key())) > 0; asked != test.asks {
+					t.Errorf("Redis was asked: %t, want %t", asked, test.asks)
+				}
+				if now, _ := w.redis.Get(old.Key()); now != value || now != successor.value {
+					t.Errorf("the key holds %s, want the successor's %s", now, value)
+				}
+				if left := w.redis.TTL(old.Key()); left != ttl-time.Second {
+					t.Errorf("the successor's TTL is %s, want %s", left, ttl-time.Second)
+				}
+				if cause := context.Cause(old.Context()); !errors.Is(cause, ErrLost) {
+					t.Errorf("the old holder's context ended by %v, want ErrLost", cause)
+				}
+				if err := successor.Check(t.Context()); err != nil {
+					t.Errorf("the successor's lock: %v", err)
+				}
+				_ = old.Release(t.Context())
+				if err := successor.Release(t.Context()); err != nil {
+					t.Errorf("the successor's release: %v", err)
+				}
+				b.balance(t, 0)
+				if n := b.count(EventLost); n != 1 {
+					t.Errorf("the loss was told %d times", n)
+				}
+			})
+		})
+	}
+}
+
+// What a holder sent in time can still arrive when the lock is somebody else's.
+func TestACommandHeldUpInTheNetworkLeavesTheSuccessorAlone(t *testing.T) {
+	const ttl = 5 * time.Second
+	for _, test := range []struct {
+		name   string
+		script *redis.Script
+		end    func(*Lock)
+	}{
+		{"extend", extendScript, func(*Lock) {}},
+		{"release", releaseScript, func(k *Lock) { k.release(false) }},
+		{"release with a done marker", doneScript, func(k *Lock) { k.release(true) }},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			virtual(t, func(t *testing.T, w *world) {
+				var b books
+				teachScripts(w)
+				opts := Options(WithTTL(ttl), WithDoneFor(time.Hour))
+				slow, other := w.host("slow", once), w.host("other")
+				old := heldLock(t, slow.locker(&b, opts), "n")
+				late := slow.lockLink.every(test.script.Hash()).delay(2 * ttl)
+				test.end(old)
+				time.Sleep(ttl + time.Millisecond)
+
+				const rest = time.Minute
+				successor := heldLock(t, other.locker(&b, WithTTL(rest)), "n")
+				stopWatchdog(successor) // so that its TTL only goes down
+				for taken := time.Now(); time.Since(taken) < 4*ttl; time.Sleep(100 * time.Millisecond) {
+					if now, _ := w.redis.Get(old.Key()); now != successor.value {
+						t.Fatalf("the key holds %q, want the successor's", now)
+					}
+					if left, want := w.redis.TTL(old.Key()), rest-time.Since(taken); left != want {
+						t.Fatalf("the successor's TTL is %s, want %s", left, want)
+					}
+				}
+				if late.hits() == 0 {
+					t.Error("nothing was held up")
+				}
+				slow.lockLink.heal()
+				_ = old.Release(t.Context())
+				_ = successor.Release(t.Context())
+				time.Sleep(ttl)
+				b.balance(t, 0)
+			})
+		})
+	}
+}
+
+// Replies that get lost.
+
+func TestALostReplyOfTheAcquireIsNoContention(t *testing.T) {
+	for name, lose := range map[string]func(*fault) *fault{
+		"connection breaks": (*fault).loseReply,
+		"silence":           (*fault).swallowReply,
+	} {
+		t.Run(name, func(t *testing.T) {
+			virtual(t, func(t *testing.T, w *world) {
+				const ttl = 30 * time.Second
+				var runs tally
+				h := w.host("h")
+				s := lockedService(h, func(ctx context.Context) error {
+					defer runs.start("work")()
+					k, _ := FromContext(ctx)
+					if value, _ := w.redis.Get(k.Key()); value != k.value {
+						t.Errorf("the handler runs while the key holds %q", value)
+					}
+					if left := w.redis.TTL(k.Key()); left != ttl {
+						t.Errorf("the handler begins with %s left of its TTL, want all of %s", left, ttl)
+					}
+					return nil
+				}, WithTTL(ttl))
+				lost := lose(h.lockLink.next("SET", s.key))
+				info, _ := s.run()
+				w.until(30*time.Second, "task gone", func() bool { return w.state(info) == "gone" })
+				s.finishes(time.Second)
+				sets := h.lockLink.sent("SET", s.key)
+				if lost.hits() != 1 || len(sets) != 2 || sets[0].args[1] != sets[1].args[1] {
+					t.Errorf("want the same SET twice, its first reply lost: %v", sets)
+				}
+				if runs.count("work") != 1 || s.books.count(EventRan) != 1 || w.stats("default").Failed != 0 {
+					t.Errorf("ran %d times: %s", runs.count("work"), &s.books)
+				}
+				if w.redis.Exists(s.key) {
+					t.Error("the key is still there")
+				}
+			})
+		})
+	}
+}
+
+// Where go-redis does not find out by itself, the claim is given back, and does not stand in the way for a whole TTL.
+func TestAnAcquireWithUnknownOutcomeIsGivenBack(t *testing.T) {
+	for _, test := range []struct {
+		name  string
+		tune  func(*redis.Options)
+		fault func(*fault) *fault
+		ttl   time.Duration
+		freed time.Duration // when, at the latest
+	}{
+		{"connection breaks, not sent again", once, (*fault).loseReply, 30 * time.Second, 0},
+		{"silence, not sent again", once, (*fault).swallowReply, 30 * time.Second, 3 * time.Second},
+		{"silence for more than TTL/4", func(*redis.Options) {}, (*fault).swallowReply, 8 * time.Second, 3100 * time.Millisecond},
+		{"held up for more than TTL/4", once, func(f *fault) *fault { return f.delay(2100 * time.Millisecond) }, 8 * time.Second, 2100 * time.Millisecond},
+		{"reply held up for more than TTL/4", once, func(f *fault) *fault { return f.delayReply(2100 * time.Millisecond) }, 8 * time.Second, 2100 * time.Millisecond},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			virtual(t, func(t *testing.T, w *world) {
+				var runs tally
+				h := w.host("h", test.tune)
+				s := lockedService(h, func(context.Context) error {
+					runs.start("work")()
+					return nil
+				}, WithTTL(test.ttl))
+				test.fault(h.lockLink.next("SET", s.key))
+				info := w.enqueue(s.task, asynq.MaxRetry(1))
+				s.start()
+				w.until(10*time.Second, "SET sent", func() bool { return len(h.lockLink.sent("SET", s.key)) > 0 })
+				sent := h.lockLink.sent("SET", s.key)[0].at
+				time.Sleep(time.Until(sent.Add(test.freed + time.Millisecond)))
+				if w.redis.Exists(s.key) {
+					t.Errorf("%s after it was sent, the claim is still there", time.Since(sent))
+				}
+				w.until(10*time.Second, "the try over", func() bool { return len(s.returned()) == 1 })
+				if err := s.returned()[0].err; !errors.Is(err, ErrUnavailable) || runs.count("work") != 0 {
+					t.Errorf("ran %d times, error is %v; want 0 and ErrUnavailable", runs.count("work"), err)
+				}
+				if now := w.task(info); now == nil || now.Retried != 0 {
+					t.Errorf("the task is %+v, want put back and not counted", now)
+				}
+				s.finishes(2 * test.ttl)
+				if runs.count("work") != 1 {
+					t.Errorf("ran %d times, want once in the end", runs.count("work"))
+				}
+			})
+		})
+	}
+}
+
+func TestTroubleWithTheReleaseIsNoTroubleOfTheHandler(t *testing.T) {
+	const work = time.Second
+	errWork := errors.New("the work failed")
+	endings := []struct {
+		name    string
+		script  *redis.Script
+		result  error
+		doneFor time.Duration
+	}{
+		{"done marker", doneScript, nil, time.Hour},
+		{"success without marker", releaseScript, nil, 0},
+		{"failure", releaseScript, errWork, time.Hour},
+	}
+	troubles := []struct {
+		name  string
+		tune  func(*redis.Options)
+		fault func(*fault) *fault
+		gone  time.Duration // the key freed, or its marker there, after the handler's end
+	}{
+		{"reply lost, connection breaks", nil, (*fault).loseReply, 0},
+		{"reply lost, silence", nil, (*fault).swallowReply, 0},
+		{"request lost, connection breaks", nil, (*fault).loseRequest, 50 * time.Millisecond},
+		{"request lost, silence", nil, (*fault).swallowRequest, 3100 * time.Millisecond},
+		{"refused for now", once, func(f *fault) *fault { return f.refuse("LOADING Redis is loading the dataset in memory") }, time.Second},
+		{"refused for good", nil, func(f *fault) *fault { return f.refuse("NOPERM no permission") }, -1}, // lapses
+		{"reply lost, never returns", patient, (*fault).swallowReply, 0},
+		{"request lost, never returns", patient, (*fault).swallowRequest, -1}, // lapses
+		{"held up for long", patient, func(f *fault) *fault { return f.delay(3 * time.Second) }, 3 * time.Second},
+	}
+	for _, ttl := range []time.Duration{5 * time.Second, 30 * time.Second} {
+		bound := min(2*time.Second, ttl/10)
+		for _, ending := range endings {
+			if ttl > 5*time.Second && ending.script != doneScript {
+				continue // the bound is the same for all
+			}
+			for _, trouble := range troubles {
+				t.Run(fmt.Sprintf("%s/%s/%s", ttl, ending.name, trouble.name), func(t *testing.T) {
+					virtual(t, func(t *testing.T, w *world) {
+						teachScripts(w)
+						if trouble.tune == nil {
+							trouble.tune = func(*redis.Options) {}
+						}
+						h := w.host("h", trouble.tune)
+						s := lockedService(h, func(ctx context.Context) error {
+							_ = busy(ctx, work)
+							return ending.result
+						}, WithTTL(ttl), WithDoneFor(ending.doneFor))
+						f := trouble.fault(h.lockLink.next(ending.script.Hash(), s.key))
+						_, began := s.run(asynq.MaxRetry(0))
+						w.until(10*time.Second, "handler's return", func() bool { return len(s.returned()) == 1 })
+						if r := s.returned()[0]; !errors.Is(r.err, ending.result) || errors.Is(r.err, ErrUnavailable) {
+							t.Errorf("the middleware returns %v, want the handler's %v", r.err, ending.result)
+						} else if r.late > bound {
+							t.Errorf("it returns %s after the handler, want %s at most", r.late, bound)
+						}
+						if trouble.gone < 0 {
+							trouble.gone = ttl - work
+						}
+						time.Sleep(time.Until(began.Add(work + trouble.gone + time.Millisecond)))
+						value, _ := w.redis.Get(s.key)
+						holder, _ := decodeValue(value)
+						lapses := trouble.gone == ttl-work
+						switch {
+						case ending.script == doneScript && !lapses:
+							if !holder.Done || w.redis.TTL(s.key) < 59*time.Minute {
+								t.Errorf("the key holds %q, want a done marker", value)
+							}
+						case value != "":
+							t.Errorf("the key holds %q, want nothing", value)
+						}
+						if f.hits() != 1 {
+							t.Errorf("the fault met %d commands", f.hits())
+						}
+						h.lockLink.heal()
+						s.finishes(ttl)
+						if got := s.books.String(); got != "acquired=1 ran=1 released=1" {
+							t.Errorf("the books say %s", got)
+						}
+					})
+				})
+			}
+		}
+	}
+}
+
+// The release is sent again when its reply is lost, and by then the next holder may be there.
+func TestAReleaseSentAgainLeavesAQuickSuccessorAlone(t *testing.T) {
+	for _, doneFor := range []time.Duration{0, time.Hour} {
+		t.Run(fmt.Sprintf("done for %s", doneFor), func(t *testing.T) {
+			virtual(t, func(t *testing.T, w *world) {
+				const rest = time.Minute
+				var b books
+				teachScripts(w)
+				h, other := w.host("h"), w.host("other")
+				next := other.locker(&b, WithTTL(rest))
+				taken := make(chan *Lock, 1)
+				script := releaseScript
+				if doneFor > 0 {
+					script = doneScript
+				}
+				h.lockLink.next(script.Hash()).after(func() {
+					w.redis.Del(k1) // the marker, if there is one
+					k, err := next.TryAcquire(t.Context(), "n")
+					if err != nil {
+						t.Error(err)
+					}
+					taken <- k
+				}).swallowReply()
+				err := h.locker(&b, WithDoneFor(doneFor)).Do(t.Context(), "n", func(context.Context) error { return nil })
+				if err != nil {
+					t.Errorf("Do returns %v", err)
+				}
+				successor := <-taken
+				time.Sleep(10 * time.Second)
+				if n := len(h.lockLink.sent(script.Hash())); n != 2 {
+					t.Errorf("sent %d times, want it sent again", n)
+				}
+				if value, _ := w.redis.Get(k1); value != successor.value || w.redis.TTL(k1) != rest-w.elapsed() {
+					t.Errorf("the key holds %q with TTL %s, want the successor's and %s", value, w.redis.TTL(k1), rest-w.elapsed())
+				}
+				if err := errors.Join(successor.Check(t.Context()), successor.Release(t.Context())); err != nil {
+					t.Errorf("the successor's lock: %v", err)
+				}
+				b.balance(t, 0)
+			})
+		})
+	}
+}
+
+func TestALostReplyOfAnExtendChangesNothing(t *testing.T) {
+	const ttl = 30 * time.Second
+	for _, test := range []struct {
+		name  string
+		tune  []func(*redis.Options)
+		fault func(*fault) *fault
+	}{
+		{"reply lost, connection breaks", nil, (*fault).loseReply},
+		{"reply lost, silence", nil, (*fault).swallowReply},
+		{"request lost, connection breaks", nil, (*fault).loseRequest},
+		{"request lost, silence", nil, (*fault).swallowRequest},
+		{"reply lost, never returns", []func(*redis.Options){patient}, (*fault).swallowReply},
+		{"request lost, never returns", []func(*redis.Options){patient}, (*fault).swallowRequest},
+		{"reply lost, not sent again", []func(*redis.Options){once}, (*fault).loseReply},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			virtual(t, func(t *testing.T, w *world) {
+				var runs tally
+				h := w.host("h", test.tune...)
+				s := lockedService(h, func(ctx context.Context) error {
+					defer runs.start("work")()
+					return busy(ctx, 3*ttl)
+				}, WithTTL(ttl))
+				s.run(asynq.MaxRetry(0))
+				f := test.fault(h.lockLink.next(extendScript.Hash(), s.key))
+				w.until(4*ttl, "handler's return", func() bool {
+					synctest.Wait()
+					if runs.running("work") > 0 && !w.redis.Exists(s.key) {
+						t.Errorf("at %s the key is gone", w.elapsed())
+					}
+					return len(s.returned()) == 1
+				})
+				if err := s.returned()[0].err; err != nil {
+					t.Errorf("the handler was disturbed: %v", err)
+				}
+				if f.hits() != 1 {
+					t.Errorf("the fault met %d commands", f.hits())
+				}
+				h.lockLink.heal()
+				s.finishes(ttl)
+				if got := s.books.String(); got != "acquired=1 ran=1 released=1" {
+					t.Errorf("the books say %s", got)
+				}
+			})
+		})
+	}
+}
+
+// Locks that are lost.
+
+// stop is how a handler saw its context end.
+type stop struct {
+	at    time.Time
+	cause error
+	left  time.Duration // of the key's TTL
+}
+
+func TestAHandlerWhoseKeyIsTakenAwayIsToldWithinAThirdOfTheTTL(t *testing.T) {
+	const (
+		ttl       = 6 * time.Second
+		roundTrip = 100 * time.Millisecond
+	)
+	another := encodeValue(Holder{TaskID: "another", Host: "elsewhere", PID: 1}, "its token")
+	for name, tamper := range map[string]func(w *world, l *Locker, key string) (left string){
+		"deleted":   func(w *world, _ *Locker, key string) string { w.redis.Del(key); return "" },
+		"another's": func(w *world, _ *Locker, key string) string { _ = w.redis.Set(key, another); return another },
+		"foreign":   func(w *world, _ *Locker, key string) string { _ = w.redis.Set(key, "1"); return "1" },
+		"wrong type": func(w *world, _ *Locker, key string) string {
+			w.redis.Del(key)
+			w.redis.HSet(key, "f", "v")
+			return "hash"
+		},
+		"done marker": func(w *world, _ *Locker, key string) string {
+			v := encodeValue(Holder{Done: true}, "its token")
+			_ = w.redis.Set(key, v)
+			return v
+		},
+		"flushed": func(w *world, _ *Locker, key string) string {
+			w.redis.Del(key)
+			_ = w.rdb.ScriptFlush(w.t.Context())
+			return ""
+		},
+		"forced": func(w *world, l *Locker, key string) string {
+			name, _ := l.Name(w.t.Context(), asynq.NewTask("work", []byte("the same each time")))
+			if err := l.ForceRelease(w.t.Context(), name); err != nil {
+				w.t.Error(err)
+			}
+			return ""
+		},
+	} {
+		for when, after := range map[string]time.Duration{
+			"at the start":  10 * time.Millisecond,
+			"before a tick": ttl/3 - 10*time.Millisecond,
+			"after a tick":  ttl/3 + roundTrip + 10*time.Millisecond,
+		} {
+			t.Run(name+"/"+when, func(t *testing.T) {
+				virtual(t, func(t *testing.T, w *world) {
+					stopped := make(chan stop, 1)
+					h := w.host("h")
+					s := lockedService(h, func(ctx context.Context) error {
+						<-ctx.Done()
+						stopped <- stop{at: time.Now(), cause: context.Cause(ctx)}
+						return fmt.Errorf("stopped half-way: %w", asynq.SkipRetry)
+					}, WithTTL(ttl), WithDoneFor(time.Hour))
+					h.lockLink.slow(roundTrip)
+					info, began := s.run()
+					time.Sleep(time.Until(began.Add(after)))
+					h.lockLink.slow(0) // ForceRelease is to work at once
+					left, taken := tamper(w, s.locker, s.key), time.Now()
+					h.lockLink.slow(roundTrip)
+
+					untouched := func() {
+						synctest.Wait()
+						value, _ := w.redis.Get(s.key)
+						if w.redis.Type(s.key) == "hash" {
+							value = "hash"
+						}
+						if value != left || w.redis.TTL(s.key) != 0 {
+							t.Fatalf("%s later the key holds %q with TTL %s, want %q", time.Since(taken), value, w.redis.TTL(s.key), left)
+						}
+					}
+					told := receive(t, ttl, "handler told", stopped)
+					if took := told.at.Sub(taken); took > ttl/3+roundTrip {
+						t.Errorf("told after %s, want %s at most", took, ttl/3+roundTrip)
+					}
+					if !errors.Is(told.cause, ErrLost) {
+						t.Errorf("the cause is %v, want ErrLost", told.cause)
+					}
+					for range 30 {
+						time.Sleep(ttl / 10)
+						untouched()
+					}
+					if err := s.returned()[0].err; !errors.Is(err, ErrLost) || !strings.Contains(err.Error(), "stopped half-way") {
+						t.Errorf("asynq sees %v, want the handler's error and ErrLost", err)
+					}
+					if state := w.state(info); state != "archived" {
+						t.Errorf("the task is %s: SkipRetry in the handler's error got lost", state)
+					}
+					s.finishes(time.Second)
+					if got := s.books.String(); got != "acquired=1 lost=1 ran=1" {
+						t.Errorf("the books say %s", got)
+					}
+				})
+			})
+		}
+	}
+}
+
+// The ways in which Redis can be away.
+var absences = []struct {
+	name  string
+	tune  []func(*redis.Options)
+	begin func(*link)
+}{
+	{"cut", nil, (*link).cut},
+	{"silent", nil, (*link).hang},
+	{"silent, calls never return", []func(*redis.Options){patient}, (*link).hang},
+	{"loading", nil, func(l *link) { l.every("").refuse("LOADING Redis is loading the dataset in memory") }},
+	{"failing over", nil, func(l *link) { l.every("").refuse("READONLY You can't write against a read only replica.") }},
+}
+
+func TestAHandlerIsLeftAloneWhileRedisIsAwayForLessThanTheValidity(t *testing.T) {
+	const ttl = 30 * time.Second
+	for _, test := range absences {
+		t.Run(test.name, func(t *testing.T) {
+			virtual(t, func(t *testing.T, w *world) {
+				h := w.host("h", test.tune...)
+				s := lockedService(h, func(ctx context.Context) error { return busy(ctx, 3*ttl) }, WithTTL(ttl))
+				_, began := s.run(asynq.MaxRetry(0))
+				time.Sleep(time.Until(began.Add(ttl + time.Millisecond))) // right after an extension
+				test.begin(h.lockLink)
+				time.Sleep(24 * time.Second) // of 27 that the lock is still valid
+				h.lockLink.heal()
+				w.until(6*ttl, "handler's return", func() bool { return len(s.returned()) == 1 })
+				if err := s.returned()[0].err; err != nil {
+					t.Errorf("the handler was disturbed: %v", err)
+				}
+				s.finishes(time.Second)
+				if got := s.books.String(); got != "acquired=1 ran=1 released=1" {
+					t.Errorf("the books say %s", got)
+				}
+			})
+		})
+	}
+}
+
+func TestAHandlerIsStoppedBeforeItsKeyCouldExpireWhileRedisIsAway(t *testing.T) {
+	const ttl = 30 * time.Second
+	for _, test := range absences {
+		t.Run(test.name, func(t *testing.T) {
+			virtual(t, func(t *testing.T, w *world) {
+				stopped := make(chan stop, 1)
+				h := w.host("h", test.tune...)
+				s := lockedService(h, func(ctx context.Context) error {
+					<-ctx.Done()
+					k, _ := FromContext(ctx)
+					stopped <- stop{time.Now(), context.Cause(ctx), w.redis.TTL(k.Key())}
+					return fmt.Errorf("stopped half-way: %w", asynq.SkipRetry)
+				}, WithTTL(ttl))
+				_, began := s.run()
+				confirmed := began.Add(ttl) // the last extension
+				time.Sleep(time.Until(confirmed.Add(time.Second)))
+				test.begin(h.lockLink)
+				told := receive(t, 2*ttl, "handler told", stopped)
+				if took := told.at.Sub(confirmed); took != ttl-ttl/10 {
+					t.Errorf("told %s after the last extension, want %s", took, ttl-ttl/10)
+				}
+				if told.left < ttl/10 {
+					t.Errorf("told when the key had %s to live, want %s at least", told.left, ttl/10)
+				}
+				if !errors.Is(told.cause, ErrLost) {
+					t.Errorf("the cause is %v, want ErrLost", told.cause)
+				}
+				time.Sleep(ttl / 2)
+				h.lockLink.heal()
+				time.Sleep(ttl / 2)
+				if w.redis.Exists(s.key) {
+					t.Error("the key was created again")
+				}
+				if err := s.returned()[0].err; !errors.Is(err, ErrLost) {
+					t.Errorf("asynq sees %v, want ErrLost too", err)
+				}
+				s.finishes(time.Second)
+				if got := s.books.String(); got != "acquired=1 lost=1 ran=1" {
+					t.Errorf("the books say %s", got)
+				}
+			})
+		})
+	}
+}
+
+// Handlers that do not return.
+
+func TestADeafHandlerKeepsItsLockUntilTheGraceEnds(t *testing.T) {
+	const (
+		ttl     = 6 * time.Second
+		timeout = 20 * time.Second
+	)
+	for _, grace := range []time.Duration{0, 15 * time.Second} {
+		t.Run(grace.String(), func(t *testing.T) {
+			virtual(t, func(t *testing.T, w *world) {
+				var runs tally
+				locks, deaf := make(chan *Lock, 1), make(chan struct{})
+				teachScripts(w)
+				h := w.host("h")
+				s := lockedService(h, func(ctx context.Context) error {
+					if runs.count("deaf") == 0 {
+						k, _ := FromContext(ctx)
+						locks <- k
+						defer runs.start("deaf")()
+						<-deaf
+						return errors.New("too late to matter")
+					}
+					defer runs.start("again")()
+					return busy(ctx, 5*time.Second)
+				}, WithTTL(ttl), WithGracePeriod(grace), WithDoneFor(time.Hour))
+				info, began := s.run(asynq.Timeout(timeout), asynq.MaxRetry(3))
+				lock := <-locks
+
+				abandoned := began.Add(timeout + grace)
+				for time.Until(abandoned) > time.Millisecond {
+					time.Sleep(min(100*time.Millisecond, time.Until(abandoned)-time.Millisecond))
+					if value, _ := w.redis.Get(s.key); value != lock.value {
+						t.Fatalf("%s before the grace ends the key holds %q", time.Until(abandoned), value)
+					}
+				}
+				if n := s.books.count(EventAbandoned); n != 0 {
+					t.Errorf("abandoned %d times before the grace ended", n)
+				}
+				time.Sleep(2 * time.Millisecond)
+				if n := s.books.count(EventAbandoned); n != 1 {
+					t.Fatalf("abandoned %d times when the grace ended: %s", n, &s.books)
+				}
+				if e := s.books.of(EventAbandoned)[0]; e.Key != s.key || e.TaskID != info.ID || e.Held != timeout+grace || !errors.Is(e.Err, context.DeadlineExceeded) {
+					t.Errorf("the event says %+v", e)
+				}
+				if err := lock.Check(t.Context()); !errors.Is(err, ErrLost) {
+					t.Errorf("Check says %v, want ErrLost", err)
+				}
+				extends := len(h.lockLink.sent(extendScript.Hash(), lock.value))
+
+				// The key lapses, and only then the task runs again.
+				w.until(ttl, "key lapsed", func() bool { value, _ := w.redis.Get(s.key); return value != lock.value })
+				if early := abandoned.Add(ttl * 2 / 3); time.Now().Before(early) {
+					t.Errorf("the key was gone %s after the grace ended; it was to lapse, not to be deleted", time.Since(abandoned))
+				}
+				w.until(2*time.Minute, "the task done by a second run", func() bool { return w.state(info) == "gone" })
+				if n := runs.count("again"); n != 1 || runs.running("deaf") != 1 {
+					t.Errorf("%d later runs, %d deaf handler; want 1, 1", n, runs.running("deaf"))
+				}
+				if n := len(h.lockLink.sent(extendScript.Hash(), lock.value)); n != extends {
+					t.Errorf("extended %d times after it was abandoned", n-extends)
+				}
+				marker, _ := w.redis.Get(s.key)
+				close(deaf)
+				s.finishes(time.Minute)
+				time.Sleep(ttl)
+				if now, _ := w.redis.Get(s.key); now != marker || now == "" {
+					t.Errorf("the deaf handler's end turned %q at the key into %q", marker, now)
+				}
+				if n := s.books.count(EventAbandoned); n != 1 {
+					t.Errorf("abandoned %d times", n)
+				}
+			})
+		})
+	}
+}
+
+func TestAHandlerThatReturnsWithinTheGraceIsNotAbandoned(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		const ttl = 6 * time.Second
+		s := lockedService(w.host("h"), func(ctx context.Context) error {
+			<-ctx.Done()
+			w.deaf(14 * time.Second)
+			return context.Cause(ctx)
+		}, WithTTL(ttl), WithGracePeriod(15*time.Second))
+		info, _ := s.run(asynq.Timeout(10*time.Second), asynq.MaxRetry(0))
+		w.until(time.Minute, "handler's return", func() bool { return len(s.returned()) == 1 })
+		time.Sleep(time.Minute) // the grace ends meanwhile
+		if w.redis.Exists(s.key) {
+			t.Error("the key is still there")
+		}
+		if state := w.state(info); state != "archived" {
+			t.Errorf("the task is %s", state)
+		}
+		s.finishes(time.Second)
+		if got := s.books.String(); got != "acquired=1 ran=1 released=1" {
+			t.Errorf("the books say %s", got)
+		}
+	})
+}
+
+func TestALockThatIsLostDuringTheGraceIsNotAbandonedToo(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		var b books
+		l := w.host("h").locker(&b, WithTTL(3*time.Second), WithGracePeriod(time.Minute))
+		ctx, cancel := context.WithCancel(t.Context())
+		err := l.Do(ctx, "n", func(ctx context.Context) error {
+			cancel()
+			time.Sleep(10 * time.Second)
+			if k, _ := FromContext(ctx); b.count(EventLost) > 0 || k.Check(t.Context()) != nil {
+				t.Error("lost before anything happened")
+			}
+			w.redis.Del(k1)
+			time.Sleep(5 * time.Minute)
+			return ctx.Err()
+		})
+		if !errors.Is(err, context.Canceled) || !errors.Is(err, ErrLost) {
+			t.Errorf("Do returns %v, want what the function returned and ErrLost", err)
+		}
+		if got := b.String(); got != "acquired=1 lost=1" {
+			t.Errorf("the books say %s", got)
+		}
+	})
+}
+
+// TryAcquire.
+
+func TestAcquireAndReleaseTakeOneRoundTripEach(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		var b books
+		teachScripts(w)
+		h := w.host("h")
+		l := h.locker(&b)
+		k := heldLock(t, l, "n")
+		if err := k.Release(t.Context()); err != nil {
+			t.Error(err)
+		}
+		again := heldLock(t, l, "n")
+		if _, err := l.TryAcquire(t.Context(), "n"); !errors.Is(err, ErrHeld) {
+			t.Errorf("error is %v, want ErrHeld", err)
+		}
+		_ = again.Release(t.Context())
+		var names []string
+		for _, c := range h.lockLink.sent("") {
+			names = append(names, c.name)
+		}
+		if want := []string{"SET", "EVALSHA", "SET", "SET", "EVALSHA"}; !slices.Equal(names, want) {
+			t.Errorf("commands are %v, want %v", names, want)
+		}
+	})
+}
+
+func TestTryAcquireSaysWhoHoldsTheLock(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		var b books
+		first := w.host("first").locker(&b, WithDoneFor(time.Hour))
+		second := w.host("second").locker(&b)
+		since := time.Now()
+		k := heldLock(t, first, "n")
+		time.Sleep(3 * time.Second)
+
+		host, _ := os.Hostname()
+		want := HeldError{Key: k1, Holder: Holder{Host: host, PID: os.Getpid(), Since: since.UTC()}}
+		for _, l := range []*Locker{first, second} {
+			_, err := l.TryAcquire(t.Context(), "n")
+			var held *HeldError
+			if !errors.As(err, &held) || *held != want {
+				t.Errorf("error is %#v, want %#v", err, want)
+			}
+			if !errors.Is(err, ErrHeld) || errors.Is(err, ErrDone) || errors.Is(err, ErrUnavailable) {
+				t.Errorf("%v matches something else than ErrHeld", err)
+			}
+		}
+		_ = k.Release(t.Context())
+
+		done := time.Now()
+		if err := first.Do(t.Context(), "n", func(context.Context) error { return nil }); err != nil {
+			t.Error(err)
+		}
+		_, err := second.TryAcquire(t.Context(), "n")
+		want.Holder.Done, want.Holder.Since = true, done.UTC()
+		var held *HeldError
+		if !errors.As(err, &held) || *held != want {
+			t.Errorf("error is %#v, want %#v", err, want)
+		}
+		if !errors.Is(err, ErrDone) || errors.Is(err, ErrHeld) || errors.Is(err, ErrUnavailable) {
+			t.Errorf("%v matches something else than ErrDone", err)
+		}
+	})
+}
+
+func TestTryAcquireNamesTheTaskThatHoldsTheLock(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		h := w.host("h")
+		s := lockedService(h, func(ctx context.Context) error { return busy(ctx, 10*time.Second) })
+		info, _ := s.run()
+		name, _ := s.locker.Name(t.Context(), s.task)
+		_, err := s.locker.TryAcquire(t.Context(), name)
+		var held *HeldError
+		if !errors.As(err, &held) || held.Holder.TaskID != info.ID || held.Holder.TaskType != "work" || held.Holder.Queue != "default" {
+			t.Errorf("error is %v, want one that names task %s", err, info.ID)
+		}
+		s.finishes(time.Minute)
+	})
+}
+
+func TestAFailedTryLeavesTheKeyAsItIs(t *testing.T) {
+	lock := encodeValue(Holder{Host: "elsewhere", PID: 1}, "its token")
+	for _, test := range []struct {
+		name    string
+		value   string
+		matches []error
+	}{
+		{"another's lock", lock, []error{ErrHeld}},
+		{"a lock of a later version", "redislock/2 whatever", []error{ErrHeld}},
+		{"a done marker", encodeValue(Holder{Done: true}, "its token"), []error{ErrDone}},
+		{"a foreign text", "1", nil},
+		{"a lock without a token", valueVersion + `{"host":"h","pid":1}`, nil},
+		{"a truncated lock", lock[:len(lock)-5], nil},
+		{"an empty string", "", nil},
+		{"a list", "", nil},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			virtual(t, func(t *testing.T, w *world) {
+				var b books
+				if test.name == "a list" {
+					_, _ = w.redis.Push(k1, "x")
+				} else {
+					_ = w.redis.Set(k1, test.value)
+				}
+				w.redis.SetTTL(k1, time.Minute)
+				_, err := w.host("h").locker(&b).TryAcquire(t.Context(), "n")
+				if err == nil || !strings.Contains(err.Error(), k1) {
+					t.Errorf("error is %v, want one that names the key", err)
+				}
+				for _, target := range []error{ErrHeld, ErrDone, ErrLost, ErrUnavailable, ErrInvalidKey, ErrClosed} {
+					if got, want := errors.Is(err, target), slices.Contains(test.matches, target); got != want {
+						t.Errorf("errors.Is(%v, %v) = %t, want %t", err, target, got, want)
+					}
+				}
+				time.Sleep(time.Second)
+				if test.name == "a list" {
+					if values, _ := w.redis.List(k1); !slices.Equal(values, []string{"x"}) {
+						t.Errorf("the list is %q", values)
+					}
+				} else if value, _ := w.redis.Get(k1); value != test.value {
+					t.Errorf("the key holds %q, want %q", value, test.value)
+				}
+				if left := w.redis.TTL(k1); left != time.Minute-time.Second {
+					t.Errorf("the TTL is %s, want it as it was", left)
+				}
+				b.balance(t, 0)
+			})
+		})
+	}
+}
+
+func TestTheContextOfTryAcquireBoundsTheTryOnly(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		var b books
+		type valueKey struct{}
+		const ttl = 3 * time.Second
+		ctx, cancel := context.WithTimeout(context.WithValue(t.Context(), valueKey{}, "kept"), time.Second)
+		k, err := w.host("h").locker(&b, WithTTL(ttl), WithGracePeriod(0)).TryAcquire(ctx, "n")
+		if err != nil {
+			t.Fatal(err)
+		}
+		cancel()
+		time.Sleep(10 * ttl)
+		if err := k.Check(t.Context()); err != nil || ended(k) {
+			t.Errorf("long after the end of the try's context: %v, context ended: %t", err, ended(k))
+		}
+		if _, ok := k.Context().Deadline(); ok || k.Context().Value(valueKey{}) != "kept" {
+			t.Error("the lock's context has a deadline, or lost the values")
+		}
+		if err := k.Release(t.Context()); err != nil {
+			t.Error(err)
+		}
+		b.balance(t, 0)
+	})
+}
+
+func TestATryThatIsNotAnsweredInTimeEndsInTimeAndLeavesNothing(t *testing.T) {
+	const ttl = 8 * time.Second // TTL/4 is less than go-redis's timeout
+	for _, test := range []struct {
+		name    string
+		timeout time.Duration // of the caller
+		fault   func(*link)
+		takes   time.Duration
+		cause   error // besides ErrUnavailable
+	}{
+		{"silence", time.Hour, (*link).hang, ttl / 4, nil},
+		{"slow network", time.Hour, func(l *link) { l.slow(ttl/4 + time.Millisecond) }, ttl / 4, nil},
+		{"silence, caller has less time", time.Second, (*link).hang, time.Second, context.DeadlineExceeded},
+		{"slow network, caller has less time", time.Second, func(l *link) { l.slow(time.Second + time.Millisecond) }, time.Second, context.DeadlineExceeded},
+		{"caller has no time", 0, func(*link) {}, 0, context.DeadlineExceeded},
+		{"cut", time.Hour, (*link).cut, -1, nil},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			virtual(t, func(t *testing.T, w *world) {
+				var b books
+				h := w.host("h")
+				l := h.locker(&b, WithTTL(ttl))
+				test.fault(h.lockLink)
+				ctx, cancel := context.WithTimeout(t.Context(), test.timeout)
+				defer cancel()
+				began := time.Now()
+				_, err := l.TryAcquire(ctx, "n")
+				if !errors.Is(err, ErrUnavailable) || errors.Is(err, ErrHeld) || test.cause != nil && !errors.Is(err, test.cause) {
+					t.Errorf("error is %v, want ErrUnavailable and %v", err, test.cause)
+				}
+				if took := time.Since(began); test.takes >= 0 && took != test.takes || took > ttl/4 {
+					t.Errorf("took %s, want %s", took, test.takes)
+				}
+				time.Sleep(ttl/2 + 100*time.Millisecond)
+				if w.redis.Exists(k1) {
+					t.Error("the claim was not given back")
+				}
+				h.lockLink.heal()
+				time.Sleep(ttl)
+				if w.redis.Exists(k1) {
+					t.Error("a key is left")
+				}
+				if err := l.Shutdown(t.Context()); err != nil {
+					t.Errorf("something is left in the Locker: %v", err)
+				}
+				b.balance(t, 0)
+			})
+		})
+	}
+}
+
+// lateToSay is a context that has ended and whose Done does not say so yet.
+type lateToSay struct {
+	context.Context
+	over *atomic.Bool
+}
+
+func (lateToSay) Done() <-chan struct{} { return nil }
+func (c lateToSay) Err() error {
+	if c.over.Load() {
+		return context.Canceled
+	}
+	return nil
+}
+
+// asynq has settled a task whose context ended, and may have given it to another server.
+func TestALockWhoseContextEndedDuringTheTryIsGivenBack(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		var b books
+		h := w.host("h")
+		l := h.locker(&b)
+		for name, try := range map[string]func(context.Context, context.CancelFunc) error{
+			"cancelled when Redis has set the key": func(ctx context.Context, cancel context.CancelFunc) error {
+				h.lockLink.next("SET").after(cancel)
+				_, err := l.TryAcquire(ctx, "n")
+				return err
+			},
+			"cancelled when the reply is here": func(ctx context.Context, _ context.CancelFunc) error {
+				late := lateToSay{ctx, new(atomic.Bool)}
+				h.lockLink.next("SET").after(func() { late.over.Store(true) })
+				return l.Do(late, "n", func(context.Context) error { t.Error("ran"); return nil })
+			},
+		} {
+			ctx, cancel := context.WithCancel(t.Context())
+			err := try(ctx, cancel)
+			cancel()
+			if !errors.Is(err, ErrUnavailable) || !errors.Is(err, context.Canceled) {
+				t.Errorf("%s: %v, want ErrUnavailable and context.Canceled", name, err)
+			}
+			synctest.Wait()
+			if w.redis.Exists(k1) {
+				t.Errorf("%s: the lock was not given back", name)
+			}
+		}
+		b.balance(t, 0)
+	})
+}
+
+func TestAnAcquireThatTookLessThanAQuarterOfTheTTLIsValidFromBeforeItWasSent(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		const (
+			ttl = 20 * time.Second
+			lag = 2900 * time.Millisecond
+		)
+		var b books
+		h := w.host("h")
+		l := h.locker(&b, WithTTL(ttl))
+		h.lockLink.next("SET").delayReply(lag)
+		began := time.Now()
+		k := heldLock(t, l, "n")
+		if took := time.Since(began); took != lag {
+			t.Errorf("took %s, want %s", took, lag)
+		}
+		h.lockLink.hang()
+		awaitEnd(k)
+		if valid := time.Since(began); valid != ttl-ttl/10 {
+			t.Errorf("valid for %s since the request, want %s", valid, ttl-ttl/10)
+		}
+		_ = k.Release(t.Context())
+		b.balance(t, 0)
+	})
+}
+
+func TestANameThatCannotBeUsedIsRefusedWithoutAskingRedis(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		var b books
+		h := w.host("h")
+		l := h.locker(&b)
+		for verb, try := range map[string]func() error{
+			"TryAcquire":   func() error { _, err := l.TryAcquire(t.Context(), ""); return err },
+			"Do":           func() error { return l.Do(t.Context(), "", func(context.Context) error { t.Error("ran"); return nil }) },
+			"Holder":       func() error { _, _, err := l.Holder(t.Context(), ""); return err },
+			"ForceRelease": func() error { return l.ForceRelease(t.Context(), "") },
+		} {
+			if err := try(); !errors.Is(err, ErrInvalidKey) {
+				t.Errorf("%s with an empty name: %v, want ErrInvalidKey", verb, err)
+			}
+		}
+		if sent := h.lockLink.sent(""); len(sent) > 0 {
+			t.Errorf("Redis was asked: %v", sent)
+		}
+	})
+}
+
+func TestALockerThatWasShutDownTakesNoLocks(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		var b books
+		h := w.host("h")
+		l := h.locker(&b, WithFailOpen())
+		if err := l.Shutdown(t.Context()); err != nil {
+			t.Error(err)
+		}
+		if _, err := l.TryAcquire(t.Context(), "n"); !errors.Is(err, ErrClosed) {
+			t.Errorf("TryAcquire: %v, want ErrClosed", err)
+		}
+		err := l.Do(t.Context(), "n", func(context.Context) error { t.Error("ran"); return nil })
+		if !errors.Is(err, ErrClosed) {
+			t.Errorf("Do: %v, want ErrClosed", err)
+		}
+		if sent := h.lockLink.sent(""); len(sent) > 0 {
+			t.Errorf("Redis was asked: %v", sent)
+		}
+		b.balance(t, 0)
+	})
+}
+
+// Do.
+
+func TestDoReturnsWhatItsFunctionDoesAndFreesTheLock(t *testing.T) {
+	errWork := errors.New("the work failed")
+	for _, test := range []struct {
+		name   string
+		fn     func(context.Context) error
+		want   error
+		panics any
+		marker bool
+	}{
+		{"nil", func(context.Context) error { return nil }, nil, nil, true},
+		{"error", func(context.Context) error { return errWork }, errWork, nil, false},
+		{"panic", func(context.Context) error { panic(errWork) }, nil, errWork, false},
+		{"released by hand", func(ctx context.Context) error { k, _ := FromContext(ctx); return k.Release(context.Background()) }, nil, nil, false},
+		{"released by hand, error", func(ctx context.Context) error { k, _ := FromContext(ctx); _ = k.Release(ctx); return errWork }, errWork, nil, false},
+		{"Goexit", func(context.Context) error { runtime.Goexit(); return nil }, nil, nil, false},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			virtual(t, func(t *testing.T, w *world) {
+				var b books
+				l := w.host("h").locker(&b, WithDoneFor(time.Hour))
+				var err error
+				var panicked any
+				var inner context.Context
+				var wg sync.WaitGroup
+				wg.Go(func() { // Goexit must not end the test
+					defer func() { panicked = recover() }()
+					err = l.Do(t.Context(), "n", func(ctx context.Context) error { inner = ctx; return test.fn(ctx) })
+				})
+				wg.Wait()
+				if err != test.want || panicked != test.panics {
+					t.Errorf("returned %v, panicked with %v; want %v, %v", err, panicked, test.want, test.panics)
+				}
+				if cause := context.Cause(inner); cause != context.Canceled {
+					t.Errorf("afterwards the function's context ended by %v, want context.Canceled", cause)
+				}
+				h, ok, err := l.Holder(t.Context(), "n")
+				if err != nil || ok != test.marker || h.Done != test.marker {
+					t.Errorf("afterwards the key is held: %t by %v (%v), want a done marker: %t", ok, h, err, test.marker)
+				}
+				if got := b.String(); got != "acquired=1 released=1" {
+					t.Errorf("the books say %s", got)
+				}
+			})
+		})
+	}
+}
+
+func TestDoNeverPassesThroughALockOfItsOwn(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		var b books
+		l := w.host("h").locker(&b)
+		err := l.Do(t.Context(), "n", func(ctx context.Context) error {
+			if _, err := l.TryAcquire(ctx, "n"); !errors.Is(err, ErrHeld) {
+				t.Errorf("TryAcquire within Do: %v, want ErrHeld", err)
+			}
+			return l.Do(ctx, "n", func(context.Context) error { t.Error("ran"); return nil })
+		})
+		if !errors.Is(err, ErrHeld) {
+			t.Errorf("Do within Do: %v, want ErrHeld", err)
+		}
+		b.balance(t, 0)
+	})
+}
+
+func TestDoKeepsTheLockForAFunctionThatOutlivesItsContext(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		var b books
+		const ttl = 3 * time.Second
+		l := w.host("h").locker(&b, WithTTL(ttl))
+		ctx, cancel := context.WithCancelCause(t.Context())
+		stop := errors.New("stop")
+		err := l.Do(ctx, "n", func(ctx context.Context) error {
+			cancel(stop)
+			if cause := context.Cause(ctx); cause != stop {
+				t.Errorf("the context ends by %v, want its parent's cause", cause)
+			}
+			for range 50 {
+				time.Sleep(ttl / 10)
+				if _, held, _ := l.Holder(t.Context(), "n"); !held {
+					t.Fatal("the lock was given up while the function runs")
+				}
+			}
+			return nil
+		})
+		if err != nil {
+			t.Errorf("Do returns %v", err)
+		}
+		if w.redis.Exists(k1) {
+			t.Error("the key is still there: it must be freed though the context has ended")
+		}
+		b.balance(t, 0)
+	})
+}
+
+// FromContext.
+
+func TestFromContextFindsTheInnermostLock(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		var b books
+		l := w.host("h").locker(&b)
+		in := func(ctx context.Context, name string) {
+			t.Helper()
+			k, ok := FromContext(ctx)
+			switch {
+			case ok != (name != ""):
+				t.Errorf("a lock found: %t", ok)
+			case ok && k.Key() != "redislock:{"+name+"}":
+				t.Errorf("found the lock of %s, want %s", k.Key(), name)
+			case !ok && k != nil:
+				t.Error("no lock, and yet not nil")
+			}
+		}
+		in(context.Background(), "")
+		err := l.Do(t.Context(), "outer", func(outer context.Context) error {
+			in(outer, "outer")
+			err := l.Do(outer, "inner", func(inner context.Context) error {
+				in(inner, "inner")
+				in(context.WithoutCancel(inner), "inner")
+				return nil
+			})
+			in(outer, "outer")
+			k, acquireErr := l.TryAcquire(outer, "third")
+			if acquireErr != nil {
+				return acquireErr
+			}
+			in(k.Context(), "third")
+			in(outer, "outer")
+			return errors.Join(err, k.Release(outer))
+		})
+		if err != nil {
+			t.Error(err)
+		}
+		in(t.Context(), "")
+		b.balance(t, 0)
+	})
+}
+
+// Context.
+
+func TestTheContextOfALockSaysHowItEnded(t *testing.T) {
+	const ttl = 3 * time.Second
+	for _, test := range []struct {
+		name  string
+		end   func(w *world, l *Locker, k *Lock)
+		err   error // of the context
+		cause error
+		check error // of a Check afterwards
+		event EventKind
+	}{
+		{"released", func(w *world, _ *Locker, k *Lock) { _ = k.Release(w.t.Context()) }, context.Canceled, context.Canceled, ErrLost, EventReleased},
+		{"deleted", func(w *world, _ *Locker, k *Lock) { w.redis.Del(k.Key()); time.Sleep(ttl / 3) }, context.Canceled, ErrLost, ErrLost, EventLost},
+		{"out of reach", func(_ *world, l *Locker, k *Lock) { time.Sleep(ttl) }, context.Canceled, ErrLost, ErrLost, EventLost},
+		{"abandoned by Shutdown", func(w *world, l *Locker, _ *Lock) {
+			ctx, cancel := context.WithTimeout(w.t.Context(), time.Second)
+			defer cancel()
+			if err := l.Shutdown(ctx); !errors.Is(err, context.DeadlineExceeded) {
+				w.t.Errorf("Shutdown returns %v, want its context's error", err)
+			}
+		}, context.Canceled, ErrClosed, ErrLost, EventAbandoned},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			virtual(t, func(t *testing.T, w *world) {
+				var b books
+				h := w.host("h")
+				l := h.locker(&b, WithTTL(ttl))
+				k := heldLock(t, l, "n")
+				time.Sleep(time.Millisecond)
+				if ended(k) || context.Cause(k.Context()) != nil {
+					t.Error("a lock that is held has an ended context")
+				}
+				if test.name == "out of reach" {
+					h.lockLink.hang()
+				}
+				test.end(w, l, k)
+				time.Sleep(time.Millisecond)
+				if err := k.Context().Err(); err != test.err {
+					t.Errorf("the context's error is %v, want %v", err, test.err)
+				}
+				if cause := context.Cause(k.Context()); !errors.Is(cause, test.cause) {
+					t.Errorf("the cause is %v, want %v", cause, test.cause)
+				}
+				if released := errors.Is(context.Cause(k.Context()), ErrLost); test.event == EventReleased && released {
+					t.Error("a released lock looks lost")
+				}
+				h.lockLink.heal()
+				if err := k.Check(t.Context()); !errors.Is(err, test.check) {
+					t.Errorf("Check says %v, want %v", err, test.check)
+				}
+				if n := b.count(test.event); n != 1 {
+					t.Errorf("%d events %s: %s", n, test.event, &b)
+				}
+				_ = k.Release(t.Context())
+				b.balance(t, 0)
+			})
+		})
+	}
+}
+
+func TestALockEndsOnceWhateverElseHappensToIt(t *testing.T) {
+	const ttl = 3 * time.Second
+	end := map[EventKind]func(w *world, l *Locker, k *Lock){
+		EventReleased: func(w *world, _ *Locker, k *Lock) { _ = k.Release(w.t.Context()) },
+		EventLost:     func(w *world, _ *Locker, k *Lock) { w.redis.Del(k.Key()); _ = k.Check(w.t.Context()) },
+		EventAbandoned: func(w *world, l *Locker, _ *Lock) {
+			over, cancel := context.WithCancel(w.t.Context())
+			cancel()
+			_ = l.Shutdown(over)
+		},
+	}
+	for first := range end {
+		for then := range end {
+			t.Run(fmt.Sprintf("%s, then %s", first, then), func(t *testing.T) {
+				virtual(t, func(t *testing.T, w *world) {
+					var b books
+					l := w.host("h").locker(&b, WithTTL(ttl))
+					k := heldLock(t, l, "n")
+					end[first](w, l, k)
+					cause := context.Cause(k.Context())
+					end[then](w, l, k)
+					time.Sleep(2 * ttl)
+					if now := context.Cause(k.Context()); now != cause {
+						t.Errorf("the cause was %v and is now %v", cause, now)
+					}
+					_ = k.Release(t.Context())
+					if n := b.count(first); n != 1 {
+						t.Errorf("%d times %s: %s", n, first, &b)
+					}
+					b.balance(t, 0)
+					checkDead(t, k)
+					checkIdle(t, l)
+				})
+			})
+		}
+	}
+}
+
+// Check.
+
+func TestCheckExtendsALockThatIsHeld(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		const ttl = 30 * time.Second
+		var b books
+		h := w.host("h")
+		k := heldLock(t, h.locker(&b, WithTTL(ttl)), "n")
+		time.Sleep(9 * time.Second)
+		if err := k.Check(t.Context()); err != nil {
+			t.Errorf("Check says %v", err)
+		}
+		if left := w.redis.TTL(k.Key()); left != ttl {
+			t.Errorf("after it the TTL is %s, want %s", left, ttl)
+		}
+		checked := time.Now()
+		h.lockLink.hang()
+		awaitEnd(k)
+		if valid := time.Since(checked); valid != ttl-ttl/10 {
+			t.Errorf("it made the lock valid for %s, want %s", valid, ttl-ttl/10)
+		}
+		h.lockLink.heal()
+		_ = k.Release(t.Context())
+		b.balance(t, 0)
+	})
+}
+
+func TestCheckNoticesALossAtOnce(t *testing.T) {
+	for name, tamper := range map[string]func(*world, string){
+		"deleted":    func(w *world, key string) { w.redis.Del(key) },
+		"another's":  func(w *world, key string) { _ = w.redis.Set(key, encodeValue(Holder{}, "another token")) },
+		"wrong type": func(w *world, key string) { w.redis.Del(key); w.redis.HSet(key, "f", "v") },
+	} {
+		t.Run(name, func(t *testing.T) {
+			virtual(t, func(t *testing.T, w *world) {
+				var b books
+				k := heldLock(t, w.host("h").locker(&b), "n")
+				tamper(w, k.Key())
+				for range 2 {
+					if err := k.Check(t.Context()); !errors.Is(err, ErrLost) || errors.Is(err, ErrUnavailable) {
+						t.Errorf("Check says %v, want ErrLost", err)
+					}
+				}
+				if cause := context.Cause(k.Context()); !errors.Is(cause, ErrLost) {
+					t.Errorf("the context's cause is %v, want ErrLost", cause)
+				}
+				if w.elapsed() > 0 {
+					t.Errorf("it took %s", w.elapsed())
+				}
+				if err := k.Release(t.Context()); !errors.Is(err, ErrLost) {
+					t.Errorf("Release says %v, want ErrLost", err)
+				}
+				if got := b.String(); got != "acquired=1 lost=1" {
+					t.Errorf("the books say %s", got)
+				}
+			})
+		})
+	}
+}
+
+func TestCheckWaitsForAnAnswerNoLongerThanItMay(t *testing.T) {
+	const ttl = 30 * time.Second
+	for _, test := range []struct {
+		name    string
+		timeout time.Duration
+		takes   time.Duration
+		want    error
+		lost    bool
+	}{
+		{"the caller's context ends", 5 * time.Second, 5 * time.Second, ErrUnavailable, false},
+		{"the caller's context has ended", 0, 0, ErrUnavailable, false},
+		{"the validity ends", time.Hour, ttl - ttl/10, ErrLost, true},
+	} {
+		for name, tune := range map[string]func(*redis.Options){
+			"go-redis waits long":     func(o *redis.Options) { o.ReadTimeout = time.Minute },
+			"go-redis waits for ever": patient,
+		} {
+			t.Run(test.name+"/"+name, func(t *testing.T) {
+				virtual(t, func(t *testing.T, w *world) {
+					var b books
+					h := w.host("h", tune)
+					k := heldLock(t, h.locker(&b, WithTTL(ttl)), "n")
+					h.lockLink.hang()
+					ctx, cancel := context.WithTimeout(t.Context(), test.timeout)
+					defer cancel()
+					began := time.Now()
+					if err := k.Check(ctx); !errors.Is(err, test.want) || errors.Is(err, ErrLost) != test.lost {
+						t.Errorf("Check says %v, want %v", err, test.want)
+					}
+					if took := time.Since(began); took != test.takes {
+						t.Errorf("it took %s, want %s", took, test.takes)
+					}
+					synctest.Wait()
+					if ended(k) != test.lost {
+						t.Errorf("the lock has ended: %t, want %t", ended(k), test.lost)
+					}
+					h.lockLink.heal()
+					_ = k.Release(t.Context())
+					b.balance(t, 0)
+				})
+			})
+		}
+	}
+}
+
+func TestCheckWithoutAnAnswerLeavesTheLockHeld(t *testing.T) {
+	for _, refusal := range []string{"LOADING Redis is loading the dataset in memory", "NOPERM this user has no permissions to run the 'evalsha' command"} {
+		t.Run(strings.Fields(refusal)[0], func(t *testing.T) {
+			virtual(t, func(t *testing.T, w *world) {
+				var b books
+				h := w.host("h", once)
+				k := heldLock(t, h.locker(&b), "n")
+				f := h.lockLink.every(extendScript.Hash()).refuse(refusal)
+				if err := k.Check(t.Context()); !errors.Is(err, ErrUnavailable) || errors.Is(err, ErrLost) || ended(k) {
+					t.Errorf("Check says %v, context ended: %t; want ErrUnavailable, false", err, ended(k))
+				}
+				f.lift()
+				if err := k.Check(t.Context()); err != nil {
+					t.Errorf("after that, Check says %v", err)
+				}
+				_ = k.Release(t.Context())
+				b.balance(t, 0)
+			})
+		})
+	}
+}
+
+// Release.
+
+func TestReleaseCountsOnceHoweverOftenItIsCalled(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		var b books
+		teachScripts(w)
+		h := w.host("h")
+		l := h.locker(&b)
+		k := heldLock(t, l, "n")
+		h.lockLink.slow(100 * time.Millisecond)
+		var wg sync.WaitGroup
+		for range 20 {
+			wg.Go(func() {
+				if err := k.Release(t.Context()); err != nil {
+					t.Errorf("a release at the same time: %v", err)
+				}
+			})
+		}
+		wg.Wait()
+		h.lockLink.slow(0)
+		successor := heldLock(t, l, "n")
+		if err := k.Release(t.Context()); err != nil {
+			t.Errorf("a later release: %v", err)
+		}
+		if n := len(h.lockLink.sent(releaseScript.Hash())); n != 1 {
+			t.Errorf("Redis was asked %d times, want once", n)
+		}
+		if err := successor.Check(t.Context()); err != nil {
+			t.Errorf("the successor's lock: %v", err)
+		}
+		_ = successor.Release(t.Context())
+		if got := b.String(); got != "acquired=2 released=2" {
+			t.Errorf("the books say %s", got)
+		}
+	})
+}
+
+func TestALaterReleaseReturnsWhatTheFirstDidEvenIfItsContextHasEnded(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		var b books
+		k := heldLock(t, w.host("h").locker(&b), "n")
+		if err := k.Release(t.Context()); err != nil {
+			t.Error(err)
+		}
+		over, cancel := context.WithCancel(t.Context())
+		cancel()
+		for range 100 { // a select between two that are ready chooses at random
+			if err := k.Release(over); err != nil {
+				t.Fatalf("the release is over and succeeded, but a later call says %v", err)
+			}
+		}
+	})
+}
+
+func TestReleaseWaitsForTheReplyAsLongAsItsContextAllows(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		var b books
+		teachScripts(w)
+		h := w.host("h", patient)
+		k := heldLock(t, h.locker(&b), "n")
+		const lag = 4 * time.Second
+		h.lockLink.next(releaseScript.Hash()).delay(lag)
+		began := time.Now()
+		for _, wait := range []time.Duration{0, time.Second} {
+			ctx, cancel := context.WithTimeout(t.Context(), wait)
+			err := k.Release(ctx)
+			cancel()
+			if !errors.Is(err, ErrUnavailable) || !errors.Is(err, context.DeadlineExceeded) || errors.Is(err, ErrLost) {
+				t.Errorf("Release says %v, want ErrUnavailable and the context's error", err)
+			}
+			if took := time.Since(began); took != wait {
+				t.Errorf("it took %s, want %s", took, wait)
+			}
+			if cause := context.Cause(k.Context()); cause != context.Canceled {
+				t.Errorf("the lock's context ended by %v, want context.Canceled at once", cause)
+			}
+			if err := k.Check(t.Context()); !errors.Is(err, ErrLost) {
+				t.Errorf("Check says %v while the release is under way, want ErrLost", err)
+			}
+		}
+		if n := b.count(EventReleased); n != 0 || !w.redis.Exists(k.Key()) {
+			t.Errorf("told as released %d times before Redis was told", n)
+		}
+		if err := k.Release(t.Context()); err != nil {
+			t.Errorf("the reply says %v", err)
+		}
+		if took := time.Since(began); took != lag || w.redis.Exists(k.Key()) {
+			t.Errorf("freed after %s: %t, want %s", took, !w.redis.Exists(k.Key()), lag)
+		}
+		if got := b.String(); got != "acquired=1 released=1" {
+			t.Errorf("the books say %s", got)
+		}
+	})
+}
+
+func TestReleaseSaysWhatRedisSays(t *testing.T) {
+	const ttl = 5 * time.Second
+	foreign := encodeValue(Holder{Host: "elsewhere"}, "another token")
+	for _, test := range []struct {
+		name    string
+		prepare func(w *world, h *host, k *Lock)
+		matches []error
+		text    string
+		event   EventKind
+	}{
+		{"ours", func(*world, *host, *Lock) {}, nil, "", EventReleased},
+		{"gone while valid", func(w *world, _ *host, k *Lock) { w.redis.Del(k.Key()) }, nil, "", EventReleased},
+		{"another's", func(w *world, _ *host, k *Lock) { _ = w.redis.Set(k.Key(), foreign) }, []error{ErrLost}, k1, EventLost},
+		{"wrong type", func(w *world, _ *host, k *Lock) { w.redis.Del(k.Key()); w.redis.HSet(k.Key(), "f", "v") }, []error{ErrLost}, k1, EventLost},
+		{"out of reach", func(_ *world, h *host, _ *Lock) { h.lockLink.cut() }, []error{ErrUnavailable}, k1, EventReleased},
+		{"forbidden", func(_ *world, h *host, _ *Lock) { h.lockLink.every("").refuse("NOPERM no permission") }, nil, "NOPERM no permission", EventReleased},
+		{"lost before", func(_ *world, h *host, _ *Lock) { h.lockLink.cut(); time.Sleep(ttl); h.lockLink.heal() }, []error{ErrLost}, k1, EventLost},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			virtual(t, func(t *testing.T, w *world) {
+				var b books
+				h := w.host("h")
+				k := heldLock(t, h.locker(&b, WithTTL(ttl)), "n")
+				test.prepare(w, h, k)
+				first := k.Release(t.Context())
+				for _, target := range []error{ErrHeld, ErrLost, ErrUnavailable, ErrClosed} {
+					if got, want := errors.Is(first, target), slices.Contains(test.matches, target); got != want {
+						t.Errorf("errors.Is(%v, %v) = %t, want %t", first, target, got, want)
+					}
+				}
+				if (first == nil) != (test.text == "") || first != nil && !strings.Contains(first.Error(), test.text) {
+					t.Errorf("Release says %v, want something with %q", first, test.text)
+				}
+				if again := k.Release(t.Context()); !errors.Is(again, first) {
+					t.Errorf("the second time it says %v, want the same", again)
+				}
+				if e := b.of(EventReleased, EventLost); len(e) != 1 || e[0].Kind != test.event {
+					t.Errorf("the books say %s, want one %s", &b, test.event)
+				} else if (e[0].Err == nil) != (first == nil) {
+					t.Errorf("the event's error is %v, the release's %v", e[0].Err, first)
+				}
+				switch value, _ := w.redis.Get(k.Key()); {
+				case test.name == "another's" && value != foreign:
+					t.Errorf("the key holds %q, want what it did", value)
+				case test.name == "wrong type" && w.redis.HGet(k.Key(), "f") != "v":
+					t.Error("the hash is gone")
+				}
+			})
+		})
+	}
+}
+
+// A handler has no other context at hand than the one that Release ends.
+func TestAHandlerCanReleaseWithItsOwnContext(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		var b books
+		const roundTrip = 100 * time.Millisecond
+		h := w.host("h")
+		err := h.locker(&b).Do(t.Context(), "n", func(ctx context.Context) error {
+			k, _ := FromContext(ctx)
+			h.lockLink.slow(roundTrip)
+			if err := k.Release(ctx); err != nil {
+				t.Errorf("Redis would have answered in %s, but Release says: %v", roundTrip, err)
+			}
+			if w.redis.Exists(k.Key()) {
+				t.Error("Release came back before the key was free")
+			}
+			return nil
+		})
+		if err != nil {
+			t.Error(err)
+		}
+		b.balance(t, 0)
+	})
+}
+
+func TestReleaseByHandEndsTheHandlersContextAndLeavesNoMarker(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		var cause error
+		s := lockedService(w.host("h"), func(ctx context.Context) error {
+			k, _ := FromContext(ctx)
+			if err := k.Release(context.WithoutCancel(ctx)); err != nil {
+				t.Error(err)
+			}
+			cause = context.Cause(ctx)
+			return nil
+		}, WithDoneFor(time.Hour))
+		info, _ := s.run()
+		w.until(10*time.Second, "task gone", func() bool { return w.state(info) == "gone" })
+		s.finishes(time.Second)
+		if cause != context.Canceled {
+			t.Errorf("the handler's context ended by %v, want context.Canceled", cause)
+		}
+		if w.redis.Exists(s.key) {
+			t.Error("a marker was written")
+		}
+	})
+}
+
+// Holder and ForceRelease.
+
+func TestHolderSaysWhoHoldsTheLock(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		var b books
+		h := w.host("h")
+		l := h.locker(&b, WithDoneFor(time.Minute))
+		see := func(when string, wantOK, wantDone bool) Holder {
+			t.Helper()
+			got, ok, err := l.Holder(t.Context(), "n")
+			if err != nil || ok != wantOK || got.Done != wantDone || !ok && got != (Holder{}) {
+				t.Errorf("%s: %+v, %t, %v; want ok=%t, done=%t", when, got, ok, err, wantOK, wantDone)
+			}
+			return got
+		}
+		see("free", false, false)
+		since := time.Now()
+		err := l.Do(t.Context(), "n", func(context.Context) error {
+			time.Sleep(time.Second)
+			if got := see("held", true, false); !got.Since.Equal(since) || got.PID != os.Getpid() {
+				t.Errorf("held by %v", got)
+			}
+			return nil
+		})
+		if err != nil {
+			t.Error(err)
+		}
+		if got := see("done", true, true); !got.Since.Equal(since.Add(time.Second)) {
+			t.Errorf("done by %v", got)
+		}
+		time.Sleep(time.Minute + time.Millisecond)
+		see("marker lapsed", false, false)
+
+		for what, put := range map[string]func(){
+			"foreign text":    func() { _ = w.redis.Set(k1, "secret") },
+			"another version": func() { _ = w.redis.Set(k1, "redislock/2 secret") },
+			"wrong type":      func() { w.redis.Del(k1); w.redis.HSet(k1, "f", "secret") },
+		} {
+			put()
+			got, ok, err := l.Holder(t.Context(), "n")
+			if err == nil || ok || got != (Holder{}) || !strings.Contains(err.Error(), k1) || strings.Contains(err.Error(), "secret") || errors.Is(err, ErrUnavailable) {
+				t.Errorf("%s: %+v, %t, %v; want an error that names the key", what, got, ok, err)
+			}
+		}
+		h.lockLink.cut()
+		if _, ok, err := l.Holder(t.Context(), "n"); !errors.Is(err, ErrUnavailable) || ok {
+			t.Errorf("out of reach: %t, %v; want ErrUnavailable", ok, err)
+		}
+		b.balance(t, 0)
+	})
+}
+
+func TestForceReleaseFreesALockOrAMarker(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		const ttl = 6 * time.Second
+		var b books
+		holder, operator := w.host("holder"), w.host("operator")
+		l := holder.locker(&b, WithTTL(ttl), WithDoneFor(time.Hour))
+		o := operator.locker(&b)
+		if err := o.ForceRelease(t.Context(), "n"); err != nil {
+			t.Errorf("of a free lock: %v", err)
+		}
+		k := heldLock(t, l, "n")
+		time.Sleep(time.Second)
+		forced := time.Now()
+		if err := o.ForceRelease(t.Context(), "n"); err != nil {
+			t.Errorf("of a held lock: %v", err)
+		}
+		successor := heldLock(t, o, "n")
+		awaitEnd(k)
+		if took := time.Since(forced); took > ttl/3 || !errors.Is(context.Cause(k.Context()), ErrLost) {
+			t.Errorf("the holder's context ended after %s by %v, want ErrLost within %s", took, context.Cause(k.Context()), ttl/3)
+		}
+		if err := k.Release(t.Context()); !errors.Is(err, ErrLost) {
+			t.Errorf("the holder's release says %v, want ErrLost", err)
+		}
+		if err := successor.Check(t.Context()); err != nil {
+			t.Errorf("the successor's lock: %v", err)
+		}
+		if err := successor.Release(t.Context()); err != nil {
+			t.Error(err)
+		}
+
+		if err := l.Do(t.Context(), "n", func(context.Context) error { return nil }); err != nil {
+			t.Error(err)
+		}
+		if err := o.ForceRelease(t.Context(), "n"); err != nil {
+			t.Errorf("of a done marker: %v", err)
+		}
+		if w.redis.Exists(k1) {
+			t.Error("the marker is still there")
+		}
+		operator.lockLink.cut()
+		if err := o.ForceRelease(t.Context(), "n"); !errors.Is(err, ErrUnavailable) || !strings.Contains(err.Error(), k1) {
+			t.Errorf("out of reach: %v, want ErrUnavailable and the key", err)
+		}
+		b.balance(t, 0)
+	})
+}

@@ -1,0 +1,656 @@
+package redislock
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+)
+
+// extendTimes returns when the lock's extensions were sent, since its SET was.
+func extendTimes(h *host, k *Lock) []time.Duration {
+	began := h.lockLink.sent("SET", k.value)[0].at
+	var times []time.Duration
+	for _, c := range h.lockLink.sent(extendScript.Hash(), k.value) {
+		times = append(times, c.at.Sub(began))
+	}
+	return times
+}
+
+// checkDead fails the test if anything of the lock's watchdog is left.
+func checkDead(t *testing.T, k *Lock) {
+	t.Helper()
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for name, timer := range map[string]*time.Timer{"extend": k.watchdog.extend, "deadline": k.watchdog.deadline, "grace": k.watchdog.grace} {
+		if timer != nil && timer.Stop() {
+			t.Errorf("%s: the %s timer still runs", k.key, name)
+		}
+	}
+	if k.watchdog.unwatch() {
+		t.Errorf("%s: the work's context is still watched", k.key)
+	}
+}
+
+// ourGoroutines returns the stacks of the goroutines that are in a Lock's or Locker's code.
+func ourGoroutines() []string {
+	synctest.Wait()
+	buf := make([]byte, 1<<20)
+	for runtime.Stack(buf, true) == len(buf) {
+		buf = make([]byte, 2*len(buf))
+	}
+	all := strings.Split(string(buf[:runtime.Stack(buf, true)]), "\n\n")
+	return slices.DeleteFunc(all, func(stack string) bool {
+		return !strings.Contains(stack, "redislock.(*Lock).") && !strings.Contains(stack, "redislock.(*Locker).")
+	})
+}
+
+// checkIdle fails the test if the Locker owns anything.
+func checkIdle(t *testing.T, l *Locker) {
+	t.Helper()
+	if left := ourGoroutines(); len(left) > 0 {
+		t.Errorf("%d goroutines are left:\n%s", len(left), strings.Join(left, "\n\n"))
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.busy != 0 || len(l.locks) != 0 || len(l.waits) != 0 {
+		t.Errorf("left in the Locker: busy=%d, %d locks, %d waiting rooms", l.busy, len(l.locks), len(l.waits))
+	}
+}
+
+func TestALockIsExtendedEveryThirdOfItsTTL(t *testing.T) {
+	for _, ttl := range []time.Duration{time.Second, 7 * time.Second, 30 * time.Second} {
+		for _, roundTrip := range []time.Duration{0, 200 * time.Millisecond} {
+			t.Run(fmt.Sprintf("%s, round trip %s", ttl, roundTrip), func(t *testing.T) {
+				virtual(t, func(t *testing.T, w *world) {
+					var b books
+					teachScripts(w)
+					h := w.host("h")
+					h.lockLink.slow(roundTrip)
+					k := heldLock(t, h.locker(&b, WithTTL(ttl)), "n")
+					var want []time.Duration
+					for i := range 10 {
+						want = append(want, time.Duration(i+1)*(ttl/3))
+					}
+					time.Sleep(10*(ttl/3) + roundTrip - w.elapsed() + time.Millisecond)
+					if got := extendTimes(h, k); !slices.Equal(got, want) {
+						t.Errorf("extended after %v, want %v", got, want)
+					}
+					if left := w.redis.TTL(k.Key()); left != ttl-time.Millisecond {
+						t.Errorf("the key's TTL is %s, want %s: a millisecond less than all of it", left, ttl-time.Millisecond)
+					}
+					if err := k.Release(t.Context()); err != nil {
+						t.Error(err)
+					}
+					checkDead(t, k)
+					b.balance(t, 0)
+				})
+			})
+		}
+	}
+}
+
+func TestAFailedExtendIsTriedAgainSoon(t *testing.T) {
+	failures := map[string]func(*fault) *fault{
+		"connection breaks": (*fault).loseRequest,
+		"LOADING":           func(f *fault) *fault { return f.refuse("LOADING Redis is loading the dataset in memory") },
+		"NOPERM": func(f *fault) *fault {
+			return f.refuse("NOPERM this user has no permissions to run the 'evalsha' command")
+		},
+		"an unknown error": func(f *fault) *fault { return f.refuse("ERR something nobody has thought of") },
+	}
+	for ttl, pause := range map[time.Duration]time.Duration{
+		time.Second:             50 * time.Millisecond,
+		1500 * time.Millisecond: 50 * time.Millisecond,
+		3 * time.Second:         100 * time.Millisecond,
+		30 * time.Second:        time.Second,
+	} {
+		for name, fail := range failures {
+			t.Run(fmt.Sprintf("%s/%s", ttl, name), func(t *testing.T) {
+				virtual(t, func(t *testing.T, w *world) {
+					var b books
+					teachScripts(w)
+					h := w.host("h", once)
+					l := h.locker(&b, WithTTL(ttl))
+
+					// Four failures, and then all is well again.
+					k := heldLock(t, l, "passing")
+					first := fail(h.lockLink.every(extendScript.Hash(), k.Key()))
+					time.Sleep(ttl/3 + 4*pause - pause/2)
+					first.lift()
+					time.Sleep(ttl + pause)
+					var want []time.Duration
+					for i := range 5 {
+						want = append(want, ttl/3+time.Duration(i)*pause)
+					}
+					for range 2 {
+						want = append(want, want[len(want)-1]+ttl/3)
+					}
+					if got := extendTimes(h, k); len(got) < len(want) || !slices.Equal(got[:len(want)], want) {
+						t.Errorf("tried after %v, want %v, …", got, want)
+					}
+					if ended(k) {
+						t.Errorf("lost by passing trouble: %v", context.Cause(k.Context()))
+					}
+					_ = k.Release(t.Context())
+
+					// Failures until the validity ends.
+					k = heldLock(t, l, "lasting")
+					fail(h.lockLink.every(extendScript.Hash(), k.Key()))
+					want = nil
+					for at := ttl / 3; at < ttl-ttl/10; at += pause {
+						want = append(want, at)
+					}
+					time.Sleep(5 * ttl)
+					if got := extendTimes(h, k); !slices.Equal(got, want) {
+						t.Errorf("tried after %v, want %v", got, want)
+					}
+					if e := b.of(EventLost); len(e) != 1 || e[0].Held != ttl-ttl/10 || !errors.Is(e[0].Err, ErrLost) {
+						t.Errorf("%d losses told (%+v), want one after %s", len(e), e, ttl-ttl/10)
+					}
+					checkDead(t, k)
+					h.lockLink.heal()
+					_ = k.Release(t.Context())
+					b.balance(t, 0)
+				})
+			})
+		}
+	}
+}
+
+func TestAReplyThatTheKeyIsNotOursIsALossAtTheNextTick(t *testing.T) {
+	const ttl = 30 * time.Second
+	for name, tamper := range map[string]func(w *world, key string){
+		"deleted":     func(w *world, key string) { w.redis.Del(key) },
+		"another's":   func(w *world, key string) { _ = w.redis.Set(key, encodeValue(Holder{}, "another token")) },
+		"wrong type":  func(w *world, key string) { w.redis.Del(key); _, _ = w.redis.Push(key, "x") },
+		"done marker": func(w *world, key string) { _ = w.redis.Set(key, encodeValue(Holder{Done: true}, "another token")) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			virtual(t, func(t *testing.T, w *world) {
+				var b books
+				teachScripts(w)
+				h := w.host("h")
+				l := h.locker(&b, WithTTL(ttl))
+				k := heldLock(t, l, "n")
+				time.Sleep(ttl/3 + time.Millisecond)
+				tamper(w, k.Key())
+				before := w.redis.Dump()
+				awaitEnd(k)
+				if at := w.elapsed(); at != 2*ttl/3 {
+					t.Errorf("the context ended after %s, want %s", at, 2*ttl/3)
+				}
+				if cause := context.Cause(k.Context()); !errors.Is(cause, ErrLost) || errors.Is(cause, ErrUnavailable) {
+					t.Errorf("the cause is %v, want ErrLost", cause)
+				}
+				checkDead(t, k)
+				time.Sleep(3 * ttl)
+				if n := len(extendTimes(h, k)); n != 2 {
+					t.Errorf("%d extensions, want none after the loss", n-2)
+				}
+				if now := w.redis.Dump(); now != before {
+					t.Errorf("Redis holds\n%s\nwant\n%s", now, before)
+				}
+				if err := k.Release(t.Context()); !errors.Is(err, ErrLost) {
+					t.Errorf("Release says %v, want ErrLost", err)
+				}
+				checkIdle(t, l)
+				if got := b.String(); got != "acquired=1 lost=1" {
+					t.Errorf("the books say %s", got)
+				}
+			})
+		})
+	}
+}
+
+func TestSilenceIsALossBeforeTheKeyCanExpire(t *testing.T) {
+	const ttl = 30 * time.Second
+	silences := slices.Clone(absences)
+	for _, refusal := range []string{"NOPERM no permission", "NOAUTH Authentication required.", "ERR max number of clients reached", "MISCONF stop-writes"} {
+		silences = append(silences, struct {
+			name  string
+			tune  []func(*redis.Options)
+			begin func(*link)
+		}{refusal, nil, func(l *link) { l.every("").refuse(refusal) }})
+	}
+	for _, test := range silences {
+		for name, confirmed := range map[string]time.Duration{"never extended": 0, "extended before": 2 * ttl / 3} {
+			t.Run(test.name+"/"+name, func(t *testing.T) {
+				virtual(t, func(t *testing.T, w *world) {
+					var b books
+					h := w.host("h", test.tune...)
+					l := h.locker(&b, WithTTL(ttl))
+					k := heldLock(t, l, "n")
+					time.Sleep(confirmed + time.Millisecond)
+					test.begin(h.lockLink)
+					awaitEnd(k)
+					if at := w.elapsed() - confirmed; at != ttl-ttl/10 {
+						t.Errorf("the context ended %s after the last confirmation, want %s", at, ttl-ttl/10)
+					}
+					if left := w.redis.TTL(k.Key()); left != ttl/10 {
+						t.Errorf("the key's TTL was %s then, want %s", left, ttl/10)
+					}
+					if cause := context.Cause(k.Context()); !errors.Is(cause, ErrLost) {
+						t.Errorf("the cause is %v, want ErrLost", cause)
+					}
+					checkDead(t, k)
+					h.lockLink.heal()
+					time.Sleep(3 * ttl)
+					if w.redis.Exists(k.Key()) || !ended(k) {
+						t.Error("a lost lock came back")
+					}
+					_ = k.Release(t.Context())
+					checkIdle(t, l)
+					if got := b.String(); got != "acquired=1 lost=1" {
+						t.Errorf("the books say %s", got)
+					}
+				})
+			})
+		}
+	}
+}
+
+// How long Redis and the network took over a call does not lengthen the validity.
+func TestAConfirmationCountsFromWhenItsRequestWasSent(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		const ttl = 30 * time.Second
+		var b books
+		teachScripts(w)
+		h := w.host("h", patient)
+		k := heldLock(t, h.locker(&b, WithTTL(ttl)), "n")
+		h.lockLink.next(extendScript.Hash()).delayReply(ttl / 2) // sent at TTL/3, known at TTL*5/6
+		h.lockLink.every(extendScript.Hash()).swallowRequest()
+		awaitEnd(k)
+		if want := ttl/3 + ttl - ttl/10; w.elapsed() != want {
+			t.Errorf("valid for %s, want %s", w.elapsed(), want)
+		}
+		h.lockLink.heal()
+		_ = k.Release(t.Context())
+		b.balance(t, 0)
+	})
+}
+
+func TestAnOldConfirmationThatComesLateDoesNotShortenTheValidity(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		const ttl = 30 * time.Second
+		var b books
+		teachScripts(w)
+		h := w.host("h", patient)
+		k := heldLock(t, h.locker(&b, WithTTL(ttl)), "n")
+		h.lockLink.next(extendScript.Hash()).delayReply(ttl / 2)          // sent at TTL/3, known at TTL*5/6
+		h.lockLink.next(extendScript.Hash()).delayReply(time.Millisecond) // sent at TTL*2/3, known at once
+		h.lockLink.every(extendScript.Hash()).swallowRequest()
+		awaitEnd(k)
+		if want := 2*ttl/3 + ttl - ttl/10; w.elapsed() != want {
+			t.Errorf("valid for %s, want %s", w.elapsed(), want)
+		}
+		h.lockLink.heal()
+		_ = k.Release(t.Context())
+		b.balance(t, 0)
+	})
+}
+
+func TestAConfirmationAfterTheLossDoesNotReviveTheLock(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		const ttl = 30 * time.Second
+		var b books
+		teachScripts(w)
+		h := w.host("h", patient)
+		l := h.locker(&b, WithTTL(ttl))
+		k := heldLock(t, l, "n")
+		late := h.lockLink.every(extendScript.Hash()).delayReply(ttl) // Redis extends, nobody knows
+		awaitEnd(k)
+		if want := ttl - ttl/10; w.elapsed() != want {
+			t.Errorf("valid for %s, want %s", w.elapsed(), want)
+		}
+		time.Sleep(2 * ttl)
+		if n := late.hits(); n != 2 {
+			t.Errorf("extended %d times, want at TTL/3 and TTL*2/3 only", n)
+		}
+		if err := k.Check(t.Context()); !errors.Is(err, ErrLost) || !ended(k) {
+			t.Errorf("Check says %v, want ErrLost", err)
+		}
+		checkDead(t, k)
+		_ = k.Release(t.Context())
+		checkIdle(t, l)
+		if got := b.String(); got != "acquired=1 lost=1" {
+			t.Errorf("the books say %s", got)
+		}
+	})
+}
+
+func TestACallThatNeverReturnsKeepsTheNextFromNothing(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		const ttl = 30 * time.Second
+		var b books
+		teachScripts(w)
+		h := w.host("h", patient)
+		k := heldLock(t, h.locker(&b, WithTTL(ttl)), "n")
+		h.lockLink.next(extendScript.Hash()).swallowRequest()
+		time.Sleep(5*ttl + time.Millisecond)
+		if ended(k) {
+			t.Fatalf("one lost call cost the lock: %v", context.Cause(k.Context()))
+		}
+		var want []time.Duration
+		for i := range 15 {
+			want = append(want, time.Duration(i+1)*ttl/3)
+		}
+		if got := extendTimes(h, k); !slices.Equal(got, want) {
+			t.Errorf("extended after %v, want %v", got, want)
+		}
+		if err := k.Release(t.Context()); err != nil {
+			t.Error(err)
+		}
+		b.balance(t, 0)
+	})
+}
+
+func TestCallsThatNeverReturnDelayNeitherTheirDeadlineNorAnotherLock(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		const ttl = 30 * time.Second
+		var b books
+		teachScripts(w)
+		h := w.host("h", patient)
+		l := h.locker(&b, WithTTL(ttl))
+		stuck, other := heldLock(t, l, "stuck"), heldLock(t, l, "other")
+		h.lockLink.every("", stuck.Key()).swallowRequest()
+
+		awaitEnd(stuck)
+		if at := w.elapsed(); at != ttl-ttl/10 || !errors.Is(context.Cause(stuck.Context()), ErrLost) {
+			t.Errorf("the context ended after %s by %v, want ErrLost after %s", at, context.Cause(stuck.Context()), ttl-ttl/10)
+		}
+		checkDead(t, stuck)
+		if n := len(ourGoroutines()); n > 2 {
+			t.Errorf("%d goroutines for two calls that hang", n)
+		}
+		// Not even the release of the stuck lock keeps anybody from anything.
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		if err := stuck.Release(ctx); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("Release says %v, want the context's error", err)
+		}
+		began := time.Now()
+		third := heldLock(t, l, "third")
+		if err := errors.Join(third.Check(t.Context()), third.Release(t.Context())); err != nil || time.Since(began) > 0 {
+			t.Errorf("a third lock took %s (%v)", time.Since(began), err)
+		}
+
+		time.Sleep(5*ttl + time.Millisecond - w.elapsed())
+		var want []time.Duration
+		for i := range 15 {
+			want = append(want, time.Duration(i+1)*ttl/3)
+		}
+		if got := extendTimes(h, other); !slices.Equal(got, want) || ended(other) {
+			t.Errorf("the other lock was extended after %v, want %v; it has ended: %t", got, want, ended(other))
+		}
+		if err := other.Release(t.Context()); err != nil {
+			t.Error(err)
+		}
+		h.lockLink.heal() // now the calls return
+		<-stuck.released
+		checkIdle(t, l)
+		b.balance(t, 0)
+	})
+}
+
+func TestAnExtendThatIsUnderWayDelaysNoReturnAndRevivesNothing(t *testing.T) {
+	for _, doneFor := range []time.Duration{0, time.Hour} {
+		t.Run(fmt.Sprintf("done for %s", doneFor), func(t *testing.T) {
+			virtual(t, func(t *testing.T, w *world) {
+				const ttl = 30 * time.Second
+				var b books
+				teachScripts(w)
+				h := w.host("h", patient)
+				l := h.locker(&b, WithTTL(ttl), WithDoneFor(doneFor))
+				late := h.lockLink.next(extendScript.Hash()).delay(ttl)
+				err := l.Do(t.Context(), "n", func(context.Context) error {
+					time.Sleep(ttl/3 + time.Second)
+					return nil
+				})
+				if took := w.elapsed(); err != nil || took != ttl/3+time.Second {
+					t.Errorf("Do returned %v after %s, want nil when its function did", err, took)
+				}
+				before := w.redis.Dump()
+				time.Sleep(2 * ttl)
+				if late.hits() != 1 || w.redis.Dump() != before {
+					t.Errorf("%d late extends turned\n%s\ninto\n%s", late.hits(), before, w.redis.Dump())
+				}
+				if left := w.redis.TTL(k1); doneFor > 0 && left != doneFor-2*ttl {
+					t.Errorf("the marker's TTL is %s, want %s", left, doneFor-2*ttl)
+				}
+				checkIdle(t, l)
+				if got := b.String(); got != "acquired=1 released=1" {
+					t.Errorf("the books say %s", got)
+				}
+			})
+		})
+	}
+}
+
+func TestThousandsOfHeldLocksCostNoGoroutine(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		const (
+			n   = 2000
+			ttl = 30 * time.Second
+		)
+		w.redis.ClockTTL(false) // miniredis looks at every key for it, at every command
+		teachScripts(w)
+		h := w.host("h")
+		var lost, abandoned atomic.Int64
+		l, err := New(h.rdb, WithTTL(ttl), WithLogger(slog.New(slog.DiscardHandler)), WithObserver(func(_ context.Context, e Event) {
+			switch e.Kind {
+			case EventLost:
+				lost.Add(1)
+			case EventAbandoned:
+				abandoned.Add(1)
+			}
+		}))
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = h.rdb.Ping(t.Context()) // so that its connection is there
+		synctest.Wait()
+		before := runtime.NumGoroutine()
+
+		locks := make([]*Lock, n)
+		for i := range locks {
+			locks[i] = heldLock(t, l, fmt.Sprint(i))
+			time.Sleep(time.Millisecond)
+		}
+		lean := func(when string) {
+			t.Helper()
+			if ours := ourGoroutines(); len(ours) > 0 {
+				t.Errorf("%s, %d locks have %d goroutines; the first:\n%s", when, n, len(ours), ours[0])
+			}
+			if more := runtime.NumGoroutine() - before; more > 100 {
+				t.Errorf("%s, there are %d more goroutines for %d locks", when, more, n)
+			}
+		}
+		lean("after they were acquired")
+		time.Sleep(ttl/3 + 500*time.Microsecond)
+		lean("after their first extension")
+		extended := map[string]bool{}
+		for _, c := range h.lockLink.sent(extendScript.Hash()) {
+			extended[c.args[2]] = true
+		}
+		if len(extended) != n || lost.Load() > 0 {
+			t.Errorf("%d of %d extended, %d lost", len(extended), n, lost.Load())
+		}
+
+		over, cancel := context.WithCancel(t.Context())
+		cancel()
+		if err := l.Shutdown(over); !errors.Is(err, context.Canceled) || abandoned.Load() != n {
+			t.Errorf("Shutdown returned %v and abandoned %d of %d", err, abandoned.Load(), n)
+		}
+		for _, k := range locks {
+			checkDead(t, k)
+		}
+		lean("after Shutdown")
+	})
+}
+
+func TestAnIdleLockerOwnsNothing(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		const ttl = 3 * time.Second
+		var b books
+		h := w.host("h")
+		l := h.locker(&b, WithTTL(ttl), WithGracePeriod(time.Second))
+		time.Sleep(time.Hour)
+		if stats := h.rdb.PoolStats(); stats.TotalConns != 0 || len(h.lockLink.sent("")) > 0 {
+			t.Errorf("before its first use: %d connections, commands %v", stats.TotalConns, h.lockLink.sent(""))
+		}
+		checkIdle(t, l)
+
+		// Then every way in which a lock can end or not begin.
+		released := heldLock(t, l, "released")
+		_, _ = l.TryAcquire(t.Context(), "released")
+		_ = l.Do(t.Context(), "done", func(context.Context) error { return nil })
+		_ = released.Release(t.Context())
+		ctx, cancel := context.WithCancel(t.Context())
+		_ = l.Do(ctx, "abandoned", func(context.Context) error { cancel(); time.Sleep(2 * ttl); return nil })
+		deleted, lost := heldLock(t, l, "deleted"), heldLock(t, l, "lost")
+		w.redis.Del(deleted.Key())
+		awaitEnd(deleted)
+		h.lockLink.hang()
+		_, _ = l.TryAcquire(t.Context(), "unavailable")
+		awaitEnd(lost)
+		h.lockLink.heal()
+		_, _ = deleted.Release(t.Context()), lost.Release(t.Context())
+		time.Sleep(time.Minute)
+
+		if got := b.String(); got != "abandoned=1 acquired=5 lost=2 released=2" {
+			t.Errorf("the books say %s", got)
+		}
+		h.lockLink.forget()
+		time.Sleep(time.Hour)
+		if sent := h.lockLink.sent(""); len(sent) > 0 {
+			t.Errorf("%d commands in an idle hour: %v", len(sent), sent[0])
+		}
+		for _, k := range []*Lock{released, deleted, lost} {
+			checkDead(t, k)
+		}
+		checkIdle(t, l)
+		if keys := w.redis.Keys(); len(keys) > 0 {
+			t.Errorf("keys left: %v", keys)
+		}
+		over, stop := context.WithCancel(t.Context())
+		stop()
+		if err := l.Shutdown(over); err != nil {
+			t.Errorf("Shutdown of an idle Locker waits for something: %v", err)
+		}
+	})
+}
+
+// Hosts fight for a few locks over links that fail at random, in whatever way and at whichever command. Their work ends
+// as soon as its context does, so there must never be two at once, and in the end nothing may be left.
+func TestNoWeatherMakesTwoHoldersOfOneLock(t *testing.T) {
+	const (
+		ttl   = 3 * time.Second
+		hosts = 3
+		names = 3
+		lasts = 90 * time.Second
+	)
+	for seed := range uint64(2) {
+		t.Run(fmt.Sprint(seed), func(t *testing.T) {
+			virtual(t, func(t *testing.T, w *world) {
+				var b books
+				var runs tally
+				var fights sync.WaitGroup
+				var lockers []*Locker
+				var all []*host
+				for i := range hosts {
+					h := w.host(fmt.Sprintf("h%d", i))
+					l := h.locker(&b, WithTTL(ttl))
+					all, lockers = append(all, h), append(lockers, l)
+					for j := range names {
+						random := rand.New(rand.NewPCG(seed, uint64(100+i*names+j)))
+						fights.Go(func() {
+							name := fmt.Sprint(j)
+							for w.elapsed() < lasts {
+								_ = l.Do(t.Context(), name, func(ctx context.Context) error {
+									defer runs.start(name)()
+									return busy(ctx, time.Duration(random.Int64N(int64(2*ttl))))
+								})
+								time.Sleep(time.Duration(random.Int64N(int64(ttl / 3))))
+							}
+						})
+					}
+					fights.Go(func() { weather(h, rand.New(rand.NewPCG(seed, uint64(i))), lasts, ttl) })
+				}
+				fights.Wait()
+				for _, h := range all {
+					h.lockLink.heal()
+				}
+				if got := runs.overlaps(); len(got) > 0 {
+					t.Errorf("two at once, %d times: %s", len(got), got[0])
+				}
+				time.Sleep(6 * ttl) // releases under way, and go-redis's timeouts
+				if keys := w.redis.Keys(); len(keys) > 0 {
+					t.Errorf("keys left: %v", keys)
+				}
+				for _, l := range lockers {
+					checkIdle(t, l)
+				}
+				b.balance(t, 0)
+				if b.count(EventAcquired) < 40 || b.count(EventLost) < 3 {
+					t.Errorf("the weather was too bad or too good to prove anything: %s", &b)
+				}
+			})
+		})
+	}
+}
+
+// weather makes something happen to the host's link about once per TTL.
+func weather(h *host, random *rand.Rand, lasts, ttl time.Duration) {
+	some := func(most time.Duration) time.Duration { return time.Duration(random.Int64N(int64(most))) }
+	commands := []string{"", "SET", extendScript.Hash(), releaseScript.Hash()}
+	for h.world.elapsed() < lasts {
+		time.Sleep(some(2 * ttl))
+		l := h.lockLink
+		f := l.next(commands[random.IntN(len(commands))])
+		if random.IntN(3) == 0 {
+			f.left = 5
+		}
+		switch random.IntN(12) {
+		case 0:
+			f.loseRequest()
+		case 1:
+			f.loseReply()
+		case 2:
+			f.swallowRequest()
+		case 3:
+			f.swallowReply()
+		case 4:
+			f.delay(some(2 * ttl))
+		case 5:
+			f.delayReply(some(2 * ttl))
+		case 6:
+			f.refuse("LOADING Redis is loading the dataset in memory")
+		case 7:
+			_ = h.world.rdb.ScriptFlush(h.world.t.Context()).Err()
+		case 8:
+			l.slow(some(ttl / 4))
+		case 9:
+			l.cut()
+			time.Sleep(some(2 * ttl))
+			l.heal()
+		case 10:
+			l.hang()
+			time.Sleep(some(2 * ttl))
+			l.heal()
+		default:
+			l.heal()
+		}
+	}
+}
