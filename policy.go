@@ -41,8 +41,9 @@ func Skip() Policy { return Policy{kind: policySkip} }
 // configured by ServerConfig this never counts as a failure and uses up none of the task's retries.
 func Retry(delay time.Duration) Policy { return Policy{kind: policyRetry, d: delay} }
 
-// Wait keeps the task in its worker slot until the lock is free, at most for limit, and then does as Retry(0). One task per
-// key waits in a Locker; the others are put back at once, so that waiters cannot fill the worker. Not negative.
+// Wait keeps the task in its worker slot until the lock is free, at most for limit and not up to the task's own deadline, and
+// then does as Retry(0). One task per key waits in a Locker, of which a process should have one; the others are put back at
+// once, so that waiters cannot fill the worker. Not negative.
 func Wait(limit time.Duration) Policy { return Policy{kind: policyWait, d: limit} }
 
 // Archive moves the task to asynq's archive, for somebody to look at. asynq keeps only the newest 10,000 archived tasks of
