@@ -50,10 +50,10 @@ func Wait(limit time.Duration) Policy { return Policy{kind: policyWait, d: limit
 // a queue.
 func Archive() Policy { return Policy{kind: policyArchive} }
 
-// PolicyFunc lets decide choose. nil, like asynq.RevokeTask, drops the task as Skip does; an error that matches ErrHeld puts it back as Retry does,
-// after the RetryIn of a *HeldError in it; one that matches asynq.SkipRetry archives it; any other is an ordinary failure.
-// While a task waits on its last attempt, decide is asked again when the holder changes. Not nil; must be safe for
-// concurrent use.
+// PolicyFunc lets decide choose. nil, like asynq.RevokeTask, drops the task as Skip does; an error that matches ErrHeld puts
+// it back as Retry does, after the RetryIn of a *HeldError in it; one that matches asynq.SkipRetry archives it; any other is
+// an ordinary failure. While a task waits on its last attempt, decide is asked again when the holder changes. Not nil; must be
+// safe for concurrent use.
 func PolicyFunc(decide func(ctx context.Context, task *asynq.Task, held *HeldError) error) Policy {
 	return Policy{kind: policyFunc, decide: decide}
 }
@@ -141,7 +141,7 @@ func (l *Locker) judge(ctx context.Context, task *asynq.Task, self Holder, err e
 			return before
 		}
 		return l.applyPolicy(ctx, task, held)
-	case errors.Is(err, ErrClosed):
+	case errors.Is(err, ErrClosed), errors.Is(err, ErrUnavailable) && l.closed():
 		return verdict{kind: EventRequeued, err: l.contention(task, err, l.policyDelay()), wait: waitForever}
 	case errors.Is(err, ErrUnavailable):
 		if l.failOpen {
