@@ -25,17 +25,17 @@ type work struct {
 	name  string
 	fleet *fleet
 	opts  []Option
-	do    func(context.Context, unit) error
+	do    func(context.Context, fleetRun) error
 
 	books      books
 	mu         sync.Mutex
 	deliveries int
-	jobs       []unit
+	jobs       []fleetRun
 	successes  []string // task IDs
 }
 
-// unit is one run of the handler of a work.
-type unit struct {
+// fleetRun is one run of the handler of a work.
+type fleetRun struct {
 	id  string // of the task
 	nth int    // among the runs of this work, from 1
 	at  *station
@@ -53,7 +53,7 @@ type station struct {
 }
 
 // add makes a kind of work known. All of them are to be there before the first host joins.
-func (f *fleet) add(name string, do func(context.Context, unit) error, opts ...Option) *work {
+func (f *fleet) add(name string, do func(context.Context, fleetRun) error, opts ...Option) *work {
 	k := &work{name: name, fleet: f, do: do, opts: opts}
 	f.works = append(f.works, k)
 	return k
@@ -128,7 +128,7 @@ func (k *work) run(ctx context.Context, s *station) error {
 
 	id, _ := asynq.GetTaskID(ctx)
 	k.mu.Lock()
-	j := unit{id, len(k.jobs) + 1, s}
+	j := fleetRun{id, len(k.jobs) + 1, s}
 	k.jobs = append(k.jobs, j)
 	k.mu.Unlock()
 	if err := k.do(ctx, j); err != nil {
@@ -148,7 +148,7 @@ func (k *work) deliveryCount() int {
 }
 
 // ran returns the runs so far, in the order in which they began.
-func (k *work) ran() []unit {
+func (k *work) ran() []fleetRun {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	return slices.Clone(k.jobs)
@@ -223,11 +223,11 @@ func (f *fleet) audit() {
 }
 
 // nightly is what hosts with a scheduler each do: copies of every work's task arrive one after the other, at five servers.
-func (f *fleet) nightly(copies int, every time.Duration, opts ...asynq.Option) (stations []*station, infos map[*work][]*asynq.TaskInfo) {
+func (f *fleet) nightly(copies int, every time.Duration, opts ...asynq.Option) map[*work][]*asynq.TaskInfo {
 	f.t.Helper()
-	infos = map[*work][]*asynq.TaskInfo{}
+	infos := map[*work][]*asynq.TaskInfo{}
 	for i := range 5 {
-		stations = append(stations, f.join(fmt.Sprintf("h%d", i), asynq.Config{}))
+		f.join(fmt.Sprintf("h%d", i), asynq.Config{})
 	}
 	for range copies {
 		for _, k := range f.works {
@@ -235,7 +235,7 @@ func (f *fleet) nightly(copies int, every time.Duration, opts ...asynq.Option) (
 		}
 		time.Sleep(every)
 	}
-	return stations, infos
+	return infos
 }
 
 func TestTwentyCopiesMakeOneRun(t *testing.T) {
@@ -254,11 +254,11 @@ func TestTwentyCopiesMakeOneRun(t *testing.T) {
 			{"the default, slow", Policy{}, 5 * time.Second},
 			{"Wait, slow", Wait(2 * time.Second), 5 * time.Second},
 		} {
-			k := f.add(test.name, func(ctx context.Context, _ unit) error { return busy(ctx, test.work) },
+			k := f.add(test.name, func(ctx context.Context, _ fleetRun) error { return busy(ctx, test.work) },
 				WithTTL(4*time.Second), WithDoneFor(time.Hour), WithPolicy(test.policy))
 			skips[k] = test.policy.kind == policySkip
 		}
-		_, infos := f.nightly(20, 200*time.Millisecond)
+		infos := f.nightly(20, 200*time.Millisecond)
 		w.until(time.Minute, "all copies dealt with", func() bool { return w.drained() })
 
 		for _, k := range f.works {
@@ -300,14 +300,14 @@ func TestAFailedFirstRunIsMadeUpForOnce(t *testing.T) {
 			{"Retry, a timeout", Retry(time.Second), func(ctx context.Context) error { return busy(ctx, time.Hour) }},
 			{"Wait, an error", Wait(3 * time.Second), anError},
 		} {
-			f.add(test.name, func(ctx context.Context, j unit) error {
+			f.add(test.name, func(ctx context.Context, j fleetRun) error {
 				if err := busy(ctx, 2*time.Second); err != nil || j.nth > 1 {
 					return err
 				}
 				return test.fail(ctx)
 			}, WithTTL(6*time.Second), WithDoneFor(time.Hour), WithPolicy(test.policy))
 		}
-		_, infos := f.nightly(10, 300*time.Millisecond, asynq.Timeout(5*time.Second))
+		infos := f.nightly(10, 300*time.Millisecond, asynq.Timeout(5*time.Second))
 		w.until(time.Minute, "all copies dealt with", func() bool { return w.drained() })
 
 		for _, k := range f.works {
@@ -341,7 +341,7 @@ func TestACopyDoesTheWorkOfATaskThatFailsForGood(t *testing.T) {
 			{"Wait, SkipRetry", Wait(3 * time.Second), 25, asynq.SkipRetry},
 			{"Wait, no attempt left", Wait(3 * time.Second), 0, noPaper},
 		} {
-			k := f.add(test.name, func(ctx context.Context, j unit) error {
+			k := f.add(test.name, func(ctx context.Context, j fleetRun) error {
 				if err := busy(ctx, 3*time.Second); err != nil || j.nth > 1 {
 					return err
 				}
@@ -392,7 +392,7 @@ func TestACopyDoesTheWorkOfATaskThatFailsForGood(t *testing.T) {
 func TestSkipTakesTheCopiesAlong(t *testing.T) {
 	virtual(t, func(t *testing.T, w *world) {
 		f := &fleet{world: w}
-		k := f.add("report", func(ctx context.Context, _ unit) error {
+		k := f.add("report", func(ctx context.Context, _ fleetRun) error {
 			_ = busy(ctx, 5*time.Second) // longer than it takes all copies to arrive
 			return asynq.SkipRetry
 		}, WithDoneFor(time.Hour), WithPolicy(Skip()))
@@ -412,7 +412,7 @@ func TestSkipTakesTheCopiesAlong(t *testing.T) {
 func TestAKilledHostsWorkIsDoneOnce(t *testing.T) {
 	virtual(t, func(t *testing.T, w *world) {
 		f := &fleet{world: w}
-		do := func(ctx context.Context, j unit) error {
+		do := func(ctx context.Context, j fleetRun) error {
 			if j.nth == 1 {
 				<-w.over
 				return errors.New("nobody hears of this")
@@ -467,7 +467,7 @@ func TestAKilledHostsWorkIsDoneOnce(t *testing.T) {
 func TestTheMarkerEndsWithItsTime(t *testing.T) {
 	virtual(t, func(t *testing.T, w *world) {
 		f := &fleet{world: w}
-		k := f.add("report", func(ctx context.Context, _ unit) error { return busy(ctx, 50*time.Millisecond) },
+		k := f.add("report", func(ctx context.Context, _ fleetRun) error { return busy(ctx, 50*time.Millisecond) },
 			WithDoneFor(30*time.Second))
 		f.join("a", asynq.Config{})
 		for night := 1; night <= 3; night++ {
@@ -489,7 +489,7 @@ func TestTheMarkerEndsWithItsTime(t *testing.T) {
 func TestDifferentReportsDoNotWaitForEachOther(t *testing.T) {
 	virtual(t, func(t *testing.T, w *world) {
 		f := &fleet{world: w}
-		k := f.add("report", func(ctx context.Context, _ unit) error { return busy(ctx, 3*time.Second) }, WithDoneFor(time.Hour))
+		k := f.add("report", func(ctx context.Context, _ fleetRun) error { return busy(ctx, 3*time.Second) }, WithDoneFor(time.Hour))
 		f.join("a", asynq.Config{})
 		f.join("b", asynq.Config{})
 		for range 3 {

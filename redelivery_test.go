@@ -77,8 +77,8 @@ func TestARedeliveryWaitsForItsEarlierRun(t *testing.T) {
 			virtual(t, func(t *testing.T, w *world) {
 				f := &fleet{world: w}
 				finish := make(chan struct{})
-				deafThen := func(result error) func(context.Context, unit) error {
-					return func(_ context.Context, j unit) error {
+				deafThen := func(result error) func(context.Context, fleetRun) error {
+					return func(_ context.Context, j fleetRun) error {
 						if j.nth > 1 {
 							return nil
 						}
@@ -178,7 +178,7 @@ func TestAKilledTaskRunsOnceItsDeadLockHasLapsed(t *testing.T) {
 				{", last attempt", 3 * time.Minute, 0, 1},
 				{", short TTL", 30 * time.Second, 0, 25},
 			} {
-				k := f.add(p.name+variant.name, func(_ context.Context, j unit) error {
+				k := f.add(p.name+variant.name, func(_ context.Context, j fleetRun) error {
 					if j.nth == 1 {
 						<-w.over
 					}
@@ -241,7 +241,7 @@ func TestALockOfAnUnknownVersionIsNeverSkipped(t *testing.T) {
 				{", done marker", time.Hour, 25},
 				{", last attempt", 0, 0},
 			} {
-				k := f.add(p.name+variant.name, func(context.Context, unit) error { return nil },
+				k := f.add(p.name+variant.name, func(context.Context, fleetRun) error { return nil },
 					WithTTL(4*time.Second), WithPolicy(p.policy), WithDoneFor(variant.doneFor))
 				attempts[k] = asynq.MaxRetry(variant.maxRetry)
 			}
@@ -289,7 +289,7 @@ func TestALockOfAnUnknownVersionIsNeverSkipped(t *testing.T) {
 func TestTheSameIDInAnotherQueueIsAnotherTask(t *testing.T) {
 	virtual(t, func(t *testing.T, w *world) {
 		f := &fleet{world: w}
-		k := f.add("work", func(ctx context.Context, _ unit) error { return busy(ctx, 20*time.Second) }, WithPolicy(Skip()))
+		k := f.add("work", func(ctx context.Context, _ fleetRun) error { return busy(ctx, 20*time.Second) }, WithPolicy(Skip()))
 		f.join("a", asynq.Config{Queues: map[string]int{"default": 1, "other": 1}})
 		k.enqueue(asynq.TaskID("7"))
 		w.until(5*time.Second, "running", func() bool { return len(k.ran()) == 1 })
@@ -308,7 +308,7 @@ func TestASuccessThatAsynqCouldNotRecordIsNotRepeated(t *testing.T) {
 	virtual(t, func(t *testing.T, w *world) {
 		f := &fleet{world: w}
 		for _, p := range policiesWithoutASay(t) {
-			f.add(p.name, func(_ context.Context, j unit) error {
+			f.add(p.name, func(_ context.Context, j fleetRun) error {
 				w.deaf(time.Duration(j.nth) * 3 * time.Second)
 				return nil
 			}, WithPolicy(p.policy), WithDoneFor(time.Hour))
@@ -340,7 +340,7 @@ func TestASuccessThatAsynqCouldNotRecordIsNotRepeated(t *testing.T) {
 	})
 }
 
-func TestARedeliveryWaitsForADeafHandlerUntilTheGraceEnds(t *testing.T) {
+func TestARedeliveryRunsWhenTheGraceOfADeafHandlerHasEnded(t *testing.T) {
 	for name, result := range map[string]error{"then succeeds": nil, "then fails": errors.New("too late anyway")} {
 		t.Run(name, func(t *testing.T) {
 			virtual(t, func(t *testing.T, w *world) {
@@ -350,7 +350,7 @@ func TestARedeliveryWaitsForADeafHandlerUntilTheGraceEnds(t *testing.T) {
 				)
 				f := &fleet{world: w}
 				finish := make(chan struct{})
-				k := f.add("work", func(ctx context.Context, j unit) error {
+				k := f.add("work", func(ctx context.Context, j fleetRun) error {
 					if j.nth > 1 {
 						return busy(ctx, 20*time.Second)
 					}
@@ -412,7 +412,7 @@ func TestATaskHandedOnDuringItsAcquireRunsOnce(t *testing.T) {
 			virtual(t, func(t *testing.T, w *world) {
 				const ttl = time.Minute
 				f := &fleet{world: w}
-				k := f.add("work", func(ctx context.Context, _ unit) error { return busy(ctx, 4*time.Second) },
+				k := f.add("work", func(ctx context.Context, _ fleetRun) error { return busy(ctx, 4*time.Second) },
 					WithTTL(ttl), WithPolicy(Skip()))
 				first := f.join("first", asynq.Config{ShutdownTimeout: time.Second})
 				fault(first.lockLink.next("SET", k.key()))

@@ -16,7 +16,7 @@ func TestShutdownWaitsForHandlersAndReleases(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			virtual(t, func(t *testing.T, w *world) {
 				f := &fleet{world: w}
-				do := func(ctx context.Context, _ unit) error { return busy(ctx, 10*time.Second) }
+				do := func(ctx context.Context, _ fleetRun) error { return busy(ctx, 10*time.Second) }
 				plain := f.add("plain", do, WithTTL(4*time.Second), WithKey(ByTaskID))
 				marked := f.add("done for", do, WithTTL(4*time.Second), WithKey(ByTaskID), WithDoneFor(time.Minute))
 				a := f.join("a", asynq.Config{})
@@ -191,7 +191,7 @@ func TestNewTasksOfAClosedLockerRunElsewhere(t *testing.T) {
 				{", fail open, done for", false, []Option{WithFailOpen(), WithDoneFor(time.Hour)}},
 				{", last attempt, fail open", true, []Option{WithFailOpen()}},
 			} {
-				k := f.add(p.name+variant.name, func(context.Context, unit) error { return nil },
+				k := f.add(p.name+variant.name, func(context.Context, fleetRun) error { return nil },
 					WithTTL(4*time.Second), WithPolicy(p.policy), Options(variant.opts...))
 				last[k] = variant.last
 			}
@@ -245,7 +245,7 @@ func TestNewTasksOfAClosedLockerRunElsewhere(t *testing.T) {
 func TestALastAttemptStaysWithAClosedLockerUntilItsContextEnds(t *testing.T) {
 	virtual(t, func(t *testing.T, w *world) {
 		f := &fleet{world: w}
-		k := f.add("work", func(context.Context, unit) error { return nil })
+		k := f.add("work", func(context.Context, fleetRun) error { return nil })
 		a := f.join("a", asynq.Config{})
 		_ = a.lockers[k].Shutdown(t.Context())
 		info := k.enqueue(asynq.MaxRetry(0), asynq.Timeout(20*time.Second))
@@ -264,7 +264,7 @@ func TestALastAttemptStaysWithAClosedLockerUntilItsContextEnds(t *testing.T) {
 func TestShutdownWakesThoseThatWait(t *testing.T) {
 	virtual(t, func(t *testing.T, w *world) {
 		f := &fleet{world: w}
-		do := func(context.Context, unit) error { return nil }
+		do := func(context.Context, fleetRun) error { return nil }
 		waiter := f.add("Wait", do, WithPolicy(Wait(time.Hour)))
 		last := f.add("last attempt", do, WithPolicy(Retry(0)))
 		open := f.add("Wait, fail open", do, WithPolicy(Wait(time.Hour)), WithFailOpen())
@@ -321,8 +321,8 @@ func TestAnImpatientShutdownCancelsHandlers(t *testing.T) {
 	virtual(t, func(t *testing.T, w *world) {
 		f := &fleet{world: w}
 		var causes sync.Map // by work
-		do := func(k **work) func(context.Context, unit) error {
-			return func(ctx context.Context, j unit) error {
+		do := func(k **work) func(context.Context, fleetRun) error {
+			return func(ctx context.Context, j fleetRun) error {
 				if j.nth > 1 {
 					return nil
 				}
@@ -387,7 +387,7 @@ func TestAnImpatientShutdownLeavesTheKeyOfADeafHandlerToLapse(t *testing.T) {
 		end  time.Duration // of the deaf handler, after Shutdown has returned; 0 if that is the end of the process
 	}{
 		{"the process ends", 0},
-		{"the handler ends before the key lapses", 2 * time.Second},
+		{"the handler ends before the key lapses", 4 * time.Second}, // longer than the pause between two extensions,
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			virtual(t, func(t *testing.T, w *world) {
@@ -396,7 +396,7 @@ func TestAnImpatientShutdownLeavesTheKeyOfADeafHandlerToLapse(t *testing.T) {
 				finish := make(chan struct{})
 				for _, p := range policiesWithoutASay(t) {
 					for _, doneFor := range []time.Duration{0, time.Hour} {
-						f.add(fmt.Sprintf("%s, done for %v", p.name, doneFor), func(_ context.Context, j unit) error {
+						f.add(fmt.Sprintf("%s, done for %v", p.name, doneFor), func(_ context.Context, j fleetRun) error {
 							if j.nth > 1 {
 								return nil
 							}
@@ -494,7 +494,7 @@ func TestShutdownMeetsAnAcquireUnderWay(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			virtual(t, func(t *testing.T, w *world) {
 				f := &fleet{world: w}
-				k := f.add("work", func(ctx context.Context, _ unit) error { return busy(ctx, 4*time.Second) },
+				k := f.add("work", func(ctx context.Context, _ fleetRun) error { return busy(ctx, 4*time.Second) },
 					WithTTL(10*time.Second), Options(test.opts...))
 				a := f.join("a", asynq.Config{ShutdownTimeout: time.Second})
 				test.trouble(a.lockLink.next("SET", k.key()))
