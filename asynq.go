@@ -19,7 +19,7 @@ type contention struct {
 func (c *contention) Error() string { return c.err.Error() }
 func (c *contention) Unwrap() error { return c.err }
 
-func (l *Locker) contention(task *asynq.Task, err error, delay time.Duration) error {
+func contended(task *asynq.Task, err error, delay time.Duration) error {
 	return &contention{task, err, max(delay, minRetry)}
 }
 
@@ -41,8 +41,8 @@ func (e *ofHandler) As(target any) bool {
 	return !hidden && errors.As(e.err, target)
 }
 
-// ServerConfig returns cfg for a server whose handlers run under locks. A task that did not get its lock is put back after
-// the policy's delay, does not count as a failure, uses up none of its retries, and is not reported to cfg.ErrorHandler
+// ServerConfig returns cfg for a server whose handlers run under locks. A task that is put back because it did not get its lock
+// comes again after the policy's delay, does not count as a failure, uses up none of its retries, and is not reported to cfg.ErrorHandler
 // unless it ends in the archive. For every other error cfg's own IsFailure, RetryDelayFunc and ErrorHandler, or asynq's
 // defaults, decide as before. Without it everything still works, but each contention costs the task one of its retries.
 func ServerConfig(cfg asynq.Config) asynq.Config {

@@ -222,7 +222,7 @@ func TestServerConfigKeepsAsynqsDefaults(t *testing.T) {
 			}
 		}
 	}
-	if d := (&Locker{}).contention(nil, ErrHeld, 5*time.Second); cfg.IsFailure(d) || cfg.RetryDelayFunc(3, d, nil) != 5*time.Second {
+	if d := contended(nil, ErrHeld, 5*time.Second); cfg.IsFailure(d) || cfg.RetryDelayFunc(3, d, nil) != 5*time.Second {
 		t.Error("contention is not recognised without functions of the user's own")
 	}
 }

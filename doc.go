@@ -45,6 +45,6 @@
 // # Retries
 //
 // asynq archives a task on its last attempt (and one with MaxRetry(0) on its first) for any error, whatever ServerConfig
-// says. There a task that can't have its lock waits in its worker slot until the lock is free or its deadline near. Such
+// says. There a task that would be put back waits in its worker slot instead, until the lock is free or its deadline near. Such
 // waiters are not limited in number: many MaxRetry(0) tasks of one key can fill a worker.
 package redislock

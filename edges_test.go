@@ -125,31 +125,42 @@ func TestNoLockIsHandedOutOnceShutdownHasStoppedWaiting(t *testing.T) {
 }
 
 func TestATaskThatAnInnerLockDropsLeavesNoMarkerAtTheOuter(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
-		var b books
-		h := w.host("host")
-		outer := h.locker(&b, WithDoneFor(time.Hour))
-		inner := h.locker(&b, WithKey(ByType), WithPolicy(Skip()), WithKeyPrefix("inner:"))
-		ran := 0
-		handler := outer.Middleware(inner.Middleware(asynq.HandlerFunc(func(context.Context, *asynq.Task) error {
-			ran++
-			return nil
-		})))
-		task := asynq.NewTask("x", []byte("1"))
-		free := occupy(t, inner, task)
-		if err := handler.ProcessTask(t.Context(), task); err != nil {
-			t.Error(err)
-		}
-		free()
-		for range 2 {
-			if err := handler.ProcessTask(t.Context(), task); err != nil {
-				t.Error(err)
-			}
-		}
-		if ran != 1 {
-			t.Errorf("ran %d times, want once: %s", ran, &b)
-		}
-	})
+	for name, around := range map[string]func(*Locker, asynq.Handler) asynq.Handler{
+		"middleware": (*Locker).Middleware,
+		"Do": func(outer *Locker, next asynq.Handler) asynq.Handler {
+			return asynq.HandlerFunc(func(ctx context.Context, task *asynq.Task) error {
+				return outer.Do(ctx, "job", func(ctx context.Context) error { return next.ProcessTask(ctx, task) })
+			})
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			virtual(t, func(t *testing.T, w *world) {
+				var b books
+				h := w.host("host")
+				outer := h.locker(&b, WithDoneFor(time.Hour))
+				inner := h.locker(&b, WithKey(ByType), WithPolicy(Skip()), WithKeyPrefix("inner:"))
+				ran := 0
+				handler := around(outer, inner.Middleware(asynq.HandlerFunc(func(context.Context, *asynq.Task) error {
+					ran++
+					return nil
+				})))
+				task := asynq.NewTask("x", []byte("1"))
+				free := occupy(t, inner, task)
+				if err := handler.ProcessTask(t.Context(), task); err != nil {
+					t.Error(err)
+				}
+				free()
+				for range 2 {
+					if err := handler.ProcessTask(t.Context(), task); err != nil && !errors.Is(err, ErrDone) {
+						t.Error(err)
+					}
+				}
+				if ran != 1 {
+					t.Errorf("ran %d times, want once: %s", ran, &b)
+				}
+			})
+		})
+	}
 }
 
 func TestALockFreedDuringATryIsNotSleptThrough(t *testing.T) {
@@ -308,5 +319,33 @@ func TestALossIsToldBeforeTheOutcome(t *testing.T) {
 			t.Errorf("%v", told)
 		}
 		b.balance(t, 1)
+	})
+}
+
+func TestTheBooksBalanceWhenShutdownDoesNotWaitForARelease(t *testing.T) {
+	virtual(t, func(t *testing.T, w *world) {
+		var b books
+		h := w.host("host")
+		l := h.locker(&b)
+		lock, err := l.TryAcquire(t.Context(), "x")
+		if err != nil {
+			t.Fatal(err)
+		}
+		h.lockLink.next("EVALSHA").swallowReply()
+		w.spawn(func() { _ = lock.Release(context.Background()) })
+		time.Sleep(100 * time.Millisecond)
+		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+		defer cancel()
+		if err := l.Shutdown(ctx); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("Shutdown: %v", err)
+		}
+		b.balance(t, 0)
+		if e := b.of(EventReleased); len(e) != 1 || !errors.Is(e[0].Err, ErrClosed) {
+			t.Errorf("%v", e)
+		}
+		if err := l.Shutdown(t.Context()); err != nil {
+			t.Error(err)
+		}
+		b.balance(t, 0)
 	})
 }

@@ -36,7 +36,7 @@ type Event struct {
 	Key string
 	// TaskID, TaskType and Queue name the task at hand. Empty where Do or TryAcquire are used outside a handler.
 	TaskID, TaskType, Queue string
-	// Holder is who stands in the way (skipped, done, requeued, archived), or in a lock's life the lock's own holder.
+	// Holder is who stands in the way, of a task that did not run, or in a lock's life the lock's own holder.
 	Holder Holder
 	// Waited is the time from the task's arrival, or the call of Do or TryAcquire, to its lock or, without one, to its outcome.
 	// Held is the time the lock was held.
@@ -81,33 +81,38 @@ func (e Event) logLine() (slog.Level, string) {
 	}
 }
 
+// attrs are what a log line tells of the event.
+func (e Event) attrs() []slog.Attr {
+	attrs := []slog.Attr{slog.String("key", e.Key)}
+	if e.TaskID != "" || e.TaskType != "" {
+		attrs = append(attrs, slog.String("task_id", e.TaskID), slog.String("task_type", e.TaskType), slog.String("queue", e.Queue))
+	}
+	if e.Holder != (Holder{}) {
+		attrs = append(attrs, slog.String("holder", e.Holder.String()))
+	}
+	if e.Waited > 0 {
+		attrs = append(attrs, slog.Duration("waited", e.Waited))
+	}
+	if e.Held > 0 {
+		attrs = append(attrs, slog.Duration("held", e.Held))
+	}
+	var held *HeldError
+	switch {
+	case e.Holder != (Holder{}) && errors.As(e.Err, &held) && held.Error() == e.Err.Error(): // says all that once more
+		if held.RetryIn > 0 {
+			attrs = append(attrs, slog.Duration("retry_in", held.RetryIn))
+		}
+	case e.Err != nil:
+		attrs = append(attrs, slog.String("reason", e.Err.Error()))
+	}
+	return attrs
+}
+
 // emit writes the event's log line and tells the observers. It is never called with a mutex held.
 func (l *Locker) emit(ctx context.Context, e Event) {
 	level, text := e.logLine()
 	if log := l.log(); log.Enabled(ctx, level) {
-		attrs := []slog.Attr{slog.String("key", e.Key)}
-		if e.TaskID != "" || e.TaskType != "" {
-			attrs = append(attrs, slog.String("task_id", e.TaskID), slog.String("task_type", e.TaskType), slog.String("queue", e.Queue))
-		}
-		if e.Holder != (Holder{}) {
-			attrs = append(attrs, slog.String("holder", e.Holder.String()))
-		}
-		if e.Waited > 0 {
-			attrs = append(attrs, slog.Duration("waited", e.Waited))
-		}
-		if e.Held > 0 {
-			attrs = append(attrs, slog.Duration("held", e.Held))
-		}
-		var held *HeldError
-		switch {
-		case e.Holder != (Holder{}) && errors.As(e.Err, &held) && held.Error() == e.Err.Error(): // says all that once more
-			if held.RetryIn > 0 {
-				attrs = append(attrs, slog.Duration("retry_in", held.RetryIn))
-			}
-		case e.Err != nil:
-			attrs = append(attrs, slog.String("reason", e.Err.Error()))
-		}
-		log.LogAttrs(ctx, level, "redislock: "+text, attrs...)
+		log.LogAttrs(ctx, level, "redislock: "+text, e.attrs()...)
 	}
 	for _, observe := range l.observers {
 		l.tell(ctx, observe, e)

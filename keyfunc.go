@@ -16,7 +16,7 @@ import (
 )
 
 // A KeyFunc gives the name of the lock that a task runs under: tasks with the same name never run at the same time. It is
-// called once per task, before the handler and in its context, by many goroutines at once. Any name will do, also one made
+// called each time a task is handed out, before the handler and in its context, by many goroutines at once. Any name will do, also one made
 // by hand; make it with Digest where parts of a payload go into it, since a name is visible to whoever can read Redis.
 //
 // An error fails the task without running it, as an error of its handler would: asynq retries it, or archives it at once if

@@ -5,7 +5,6 @@ import (
 	_ "embed"
 	"errors"
 	"fmt"
-	"iter"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -36,8 +35,7 @@ var (
 // What the scripts answer.
 const (
 	replyOurs    = 1
-	replyGone    = 0
-	replyAnother = -1
+	replyAnother = -1 // 0, from release and extend: nobody's
 )
 
 // Lock is a lock that was acquired. It is extended in the background until it is released, lost or abandoned, and then stays
@@ -63,6 +61,7 @@ type Lock struct {
 	validUntil time.Time
 	watchdog   watchdog
 	releasing  atomic.Bool
+	booked     atomic.Bool   // how the release came out is told
 	released   chan struct{} // closed when the first release is over
 	releaseErr error         // readable once released is closed
 }
@@ -75,23 +74,6 @@ const (
 	stateLost
 	stateAbandoned
 )
-
-type lockContextKey struct{}
-
-// FromContext returns the innermost lock that the handler, or the function given to Do, runs under. ok is false when it
-// runs without one.
-func FromContext(ctx context.Context) (k *Lock, ok bool) {
-	k, ok = ctx.Value(lockContextKey{}).(*Lock)
-	return k, ok
-}
-
-// locksAround yields the locks that ctx is under, innermost first.
-func locksAround(ctx context.Context) iter.Seq[*Lock] {
-	return func(yield func(*Lock) bool) {
-		for k, _ := FromContext(ctx); k != nil && yield(k); k = k.outer {
-		}
-	}
-}
 
 // Key returns the Redis key of the lock.
 func (k *Lock) Key() string { return k.key }
@@ -125,9 +107,9 @@ func (k *Lock) Check(ctx context.Context) error {
 
 // Release ends the lock and its Context and frees the key, if it is still ours, without leaving a done marker. It waits for
 // the reply at most until ctx ends, with a context that ends with the lock at most min(2 s, TTL/10); the call goes on without
-// it. Calls after the first change nothing and return the same.
-// The error matches ErrLost when the lock was lost before, ErrUnavailable when Redis could not be asked: the key then lapses
-// within one TTL.
+// it. Calls after the first change nothing and return the same result. The error matches ErrLost when the lock was lost before,
+// ErrUnavailable when Redis could not be asked, so that the key lapses within one TTL, or when the result was not awaited, which
+// a later call returns. What Redis refuses (no permission, say) is an error with its text.
 func (k *Lock) Release(ctx context.Context) error {
 	bound, cancel := k.releaseBound(ctx)
 	defer cancel()
@@ -347,12 +329,12 @@ func (k *Lock) release(done bool) <-chan struct{} {
 			<-k.told
 		case err != nil:
 			k.releaseErr = err
-			k.emit(EventReleased, err)
+			k.book(EventReleased, err)
 		case reply == replyAnother: // or freed by a try whose reply was lost, and taken since; a loss is the safer guess
 			k.releaseErr = fmt.Errorf("%w: lock %s: somebody else's at its release", ErrLost, k.key)
-			k.emit(EventLost, k.releaseErr)
+			k.book(EventLost, k.releaseErr)
 		default: // gone while we were valid: an earlier try freed it and its reply was lost
-			k.emit(EventReleased, nil)
+			k.book(EventReleased, nil)
 		}
 		l := k.locker
 		l.mu.Lock()
@@ -428,6 +410,22 @@ func (k *Lock) abandon(cause error) {
 	}
 }
 
+// giveUp is what becomes of a lock when Shutdown stops waiting: abandoned if its work still runs, released without
+// confirmation if only Redis's reply is missing.
+func (k *Lock) giveUp(cause error) {
+	k.abandon(cause)
+	if k.isReleased() {
+		k.book(EventReleased, cause)
+	}
+}
+
+// book tells how a release came out, once: its reply may come after Shutdown has stopped waiting for it.
+func (k *Lock) book(kind EventKind, err error) {
+	if k.booked.CompareAndSwap(false, true) {
+		k.emit(kind, err)
+	}
+}
+
 // isLost returns why the lock was lost, nil if it was not.
 func (k *Lock) isLost() error {
 	k.mu.Lock()
@@ -442,6 +440,13 @@ func (k *Lock) isReleased() bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	return k.state == stateReleased
+}
+
+// heldFor is how long the lock was held, once it has ended.
+func (k *Lock) heldFor() time.Duration {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.held
 }
 
 func (k *Lock) emit(kind EventKind, err error) {

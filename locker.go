@@ -22,12 +22,12 @@ type Locker struct {
 	pid  int
 
 	mu      sync.Mutex
-	closing chan struct{}      // closed by Shutdown
-	gaveUp  bool               // Shutdown has stopped waiting: no lock may be handed out any more
-	busy    int                // locks handed out and calls in flight
-	idle    chan struct{}      // closed when busy drops to 0, for Shutdown; nil while nobody waits
-	locks   map[*Lock]struct{} // handed out and not yet ended
-	waits   map[string]*queue  // by key, those that want it
+	closing chan struct{}       // closed by Shutdown
+	gaveUp  bool                // Shutdown has stopped waiting: no lock may be handed out any more
+	busy    int                 // locks handed out and calls in flight
+	idle    chan struct{}       // closed when busy drops to 0, for Shutdown; nil while nobody waits
+	locks   map[*Lock]struct{}  // handed out and not yet ended
+	waits   map[string]*waiters // by key, those that want it
 }
 
 // New returns a Locker on rdb: a client, a failover client or a cluster client, of Redis 7.0 or later or Valkey. A *redis.Ring
@@ -41,7 +41,8 @@ func New(rdb redis.UniversalClient, opts ...Option) (*Locker, error) {
 		return nil, fmt.Errorf("redislock: configure: the Redis client is a %T, which cannot be compared; pass a pointer to it", rdb)
 	}
 	if _, ring := rdb.(*redis.Ring); ring {
-		return nil, errors.New("redislock: configure: *redis.Ring moves keys when a shard drops, so it cannot hold locks; use a client, a failover client or a cluster client")
+		return nil, errors.New("redislock: configure: *redis.Ring moves keys when a shard drops, so it cannot hold locks; " +
+			"use a client, a failover client or a cluster client")
 	}
 	c, err := newConfig(opts)
 	if err != nil {
@@ -58,11 +59,12 @@ func New(rdb redis.UniversalClient, opts ...Option) (*Locker, error) {
 		pid:     os.Getpid(),
 		closing: make(chan struct{}),
 		locks:   make(map[*Lock]struct{}),
-		waits:   make(map[string]*queue),
+		waits:   make(map[string]*waiters),
 	}, nil
 }
 
-// Name returns the lock name of a task, for TryAcquire, Holder and ForceRelease. Its errors are NoLock, those of the KeyFunc,
+// Name returns the lock name of a task, for TryAcquire, Do, Holder and ForceRelease. The context must be a handler's where the
+// KeyFunc needs the queue or the task ID (PerQueue, ByTaskID). Its errors are NoLock, those of the KeyFunc,
 // and ErrInvalidKey for an empty name.
 func (l *Locker) Name(ctx context.Context, task *asynq.Task) (string, error) {
 	name, err := l.config.key(ctx, task)
@@ -98,8 +100,9 @@ func (l *Locker) TryAcquire(ctx context.Context, name string) (*Lock, error) {
 }
 
 // Do takes the lock of a name, runs fn with a context that ends when ctx does or the lock is lost, and releases the lock,
-// leaving the done marker of WithDoneFor when fn returned nil. It fails like TryAcquire, without running fn; otherwise it
-// returns what fn returned, which also matches ErrLost if the lock was lost. The lock is released when fn panics, too.
+// leaving the done marker of WithDoneFor when fn returned nil: fn must return an error if it stops because ctx ended. Do fails
+// like TryAcquire, without running fn; otherwise it returns what fn returned, and an error also matches ErrLost if the lock was
+// lost. The lock is released when fn panics, too.
 func (l *Locker) Do(ctx context.Context, name string, fn func(context.Context) error) error {
 	key, err := l.redisKey(name)
 	if err != nil {
@@ -147,9 +150,11 @@ func (l *Locker) ForceRelease(ctx context.Context, name string) error {
 }
 
 // Shutdown makes the Locker take no more locks, waits until those it has are released, and returns nil. Call it after the
-// asynq server's Shutdown or Run has returned: tasks that still arrive get ErrClosed, are put back, and run elsewhere. When
-// ctx ends first, the contexts of the handlers that still run are cancelled with a cause that matches ErrClosed, their locks
-// are abandoned, so that they lapse within one TTL, and Shutdown returns ctx's error. It may be called again.
+// asynq server's Shutdown or Run has returned: tasks that still arrive get ErrClosed, are put back, and run elsewhere; on its
+// last attempt a task stays until its context ends, since an error would archive it. When
+// ctx ends first, the contexts of the locks that are still held and have not ended before (asynq's shutdown ends those of its
+// handlers) are cancelled with a cause that matches ErrClosed, the locks are abandoned, so that they lapse within one TTL, and
+// Shutdown returns ctx's error. It waits for handlers that run without a lock, too. It may be called again.
 func (l *Locker) Shutdown(ctx context.Context) error {
 	l.mu.Lock()
 	if !l.closed() {
@@ -174,7 +179,7 @@ func (l *Locker) Shutdown(ctx context.Context) error {
 	}
 	l.mu.Unlock()
 	for _, k := range left {
-		k.abandon(fmt.Errorf("%w: lock %s is still held", ErrClosed, k.key))
+		k.giveUp(fmt.Errorf("%w: lock %s is still held", ErrClosed, k.key))
 	}
 	return ctx.Err()
 }

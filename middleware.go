@@ -3,7 +3,6 @@ package redislock
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
 	"time"
 
@@ -46,7 +45,7 @@ func (l *Locker) process(ctx context.Context, task *asynq.Task, next asynq.Handl
 		over()
 	}()
 
-	key, lock, v := l.admit(ctx, task)
+	key, lock, v := l.admit(ctx, task, self, began)
 	e.Key, e.Kind, e.Holder, e.Waited = key, v.kind, v.holder, time.Since(began)
 	if v.kind != EventRan && v.kind != EventPassed {
 		e.Err = v.err
@@ -55,23 +54,28 @@ func (l *Locker) process(ctx context.Context, task *asynq.Task, next asynq.Handl
 		}
 		return v.err
 	}
-	l.begin() // until the outcome is told, so that Shutdown returns with balanced books
+	// Counted until the outcome is told, so that Shutdown returns with balanced books. judge has counted an unlocked run.
 	over = l.leave
+	e.Unlocked = lock == nil && v.kind == EventRan
 	under := func(handler func(context.Context) error) error { return handler(ctx) }
+	if !e.Unlocked {
+		l.begin()
+	}
 	if lock != nil {
 		under = lock.hold
-		defer func() { e.Held = time.Since(lock.since) }()
-	} else if v.kind == EventRan {
-		e.Unlocked = true
-		l.log().LogAttrs(ctx, slog.LevelWarn, "redislock: task runs without a lock: Redis is unavailable and WithFailOpen is set",
-			slog.String("key", e.Key), slog.String("task_id", e.TaskID), slog.String("task_type", e.TaskType), slog.String("reason", v.err.Error()))
+		defer func() { e.Held = lock.heldFor() }()
+	}
+	if e.Unlocked {
+		why := e
+		why.Err = v.err
+		l.log().LogAttrs(ctx, slog.LevelWarn, "redislock: task runs without a lock: Redis is unavailable and WithFailOpen is set", why.attrs()...)
 	}
 	e.Err = under(func(ctx context.Context) error { return next.ProcessTask(ctx, task) })
 	return ofRun(task, e.Err)
 }
 
 // admit finds a task's key and what it may do: run under the lock, run without one, or not run.
-func (l *Locker) admit(ctx context.Context, task *asynq.Task) (key string, lock *Lock, v verdict) {
+func (l *Locker) admit(ctx context.Context, task *asynq.Task, self Holder, began time.Time) (key string, lock *Lock, v verdict) {
 	name, err := l.Name(ctx, task)
 	if errors.Is(err, NoLock) {
 		return "", nil, verdict{kind: EventPassed}
@@ -89,29 +93,8 @@ func (l *Locker) admit(ctx context.Context, task *asynq.Task) (key string, lock 
 	case nested:
 		return key, nil, verdict{kind: EventPassed}
 	}
-	lock, v = l.obtain(ctx, task, key)
+	lock, v = l.obtain(ctx, task, key, self, began)
 	return key, lock, v
-}
-
-// heldAround reports whether the holder that was found at the key is a lock of this very call chain. nested has not seen it
-// where two clients lead to one Redis, and a task must not wait for itself.
-func heldAround(ctx context.Context, held *HeldError) bool {
-	for k := range locksAround(ctx) {
-		if k.key == held.Key && k.self == held.Holder {
-			return true
-		}
-	}
-	return false
-}
-
-// dropWithin tells the locks around a task that it was dropped, so that none takes this silence for a successful run and leaves
-// a done marker.
-func dropWithin(ctx context.Context, self Holder) {
-	for k := range locksAround(ctx) {
-		if k.self.TaskID == self.TaskID && k.self.Queue == self.Queue && k.self.TaskType == self.TaskType {
-			k.unrun.Store(true)
-		}
-	}
 }
 
 // ofRun is the result of a handler that ran. What it brings back of another task's contention is a failure like any other.
@@ -120,22 +103,4 @@ func ofRun(task *asynq.Task, err error) error {
 		return &ofHandler{err}
 	}
 	return err
-}
-
-// nested reports whether the lock of this key is held further up the call chain, so that the task is already safe. It fails
-// where the outer lock does not do what this Locker's options promise.
-func (l *Locker) nested(ctx context.Context, key string) (bool, error) {
-	for k := range locksAround(ctx) {
-		if k.key != key || k.locker.rdb != l.rdb || k.isReleased() {
-			continue
-		}
-		if o := k.locker; o.ttl != l.ttl || o.doneFor != l.doneFor || o.grace != l.grace || o.failOpen != l.failOpen {
-			return false, fmt.Errorf("redislock: acquire lock %s: already held further up the call chain, with another TTL, done-for, grace period or fail-open", key)
-		}
-		if _, ended := k.validity(); ended != nil {
-			return false, fmt.Errorf("redislock: acquire lock %s: held further up the call chain and no longer valid: %w", key, ended)
-		}
-		return true, nil
-	}
-	return false, nil
 }

@@ -110,7 +110,8 @@ func WithKeyPrefix(prefix string) Option {
 	return optionFunc(func(c *config) error {
 		if prefix == "" || len(prefix) > maxPrefix || !utf8.ValidString(prefix) ||
 			strings.ContainsAny(prefix, "{}") || strings.ContainsFunc(prefix, unicode.IsControl) {
-			return fmt.Errorf("redislock: configure WithKeyPrefix: %q: want 1 to %d bytes of UTF-8 without braces and control characters", prefix, maxPrefix)
+			return fmt.Errorf("redislock: configure WithKeyPrefix: %q: want 1 to %d bytes of UTF-8 without braces and control characters",
+				prefix, maxPrefix)
 		}
 		c.prefix = prefix
 		return nil
@@ -142,8 +143,10 @@ func WithPolicy(p Policy) Option {
 }
 
 // WithDoneFor leaves a marker for d after a successful run, and tasks that find it are dropped as done, whatever the
-// policy. This is what makes work run once that many hosts enqueue: a lock alone is gone before the last copy arrives.
-// Choose d well under the period of the work. A run that another lock further down the chain has dropped is none. Default: 0, no marker. Otherwise at least 1 ms.
+// policy. This is what makes work run once that many hosts enqueue: a lock alone is gone before the last copy arrives. A
+// successful run is one that returns nil, so a handler that stops because its context ended must return an error.
+// Choose d well under the period of the work. A run that another lock further down the chain has dropped is none.
+// Default: 0, no marker. Otherwise at least 1 ms.
 func WithDoneFor(d time.Duration) Option {
 	return optionFunc(func(c *config) error {
 		if d != 0 && d < time.Millisecond {
@@ -155,7 +158,7 @@ func WithDoneFor(d time.Duration) Option {
 }
 
 // WithFailOpen runs handlers without a lock while Redis is unavailable (ErrUnavailable, nothing else), and the event says
-// so. Default: fail closed, the task is put back. Do and TryAcquire are not affected: they return the error.
+// so; never after Shutdown. Default: fail closed, the task is put back. Do and TryAcquire are not affected: they return the error.
 func WithFailOpen() Option {
 	return optionFunc(func(c *config) error {
 		c.failOpen = true

@@ -87,21 +87,18 @@ const (
 
 // obtain takes the lock for a task, waiting in place as far as the policy and the last-attempt rule want it. Without a
 // lock, the verdict says what to do instead.
-func (l *Locker) obtain(ctx context.Context, task *asynq.Task, key string) (*Lock, verdict) {
-	var (
-		self = l.self(ctx, task.Type())
-		room = visit{locker: l, ctx: ctx, key: key, self: self, began: time.Now()}
-		v    verdict
-	)
-	defer room.leave()
+func (l *Locker) obtain(ctx context.Context, task *asynq.Task, key string, self Holder, began time.Time) (*Lock, verdict) {
+	var v verdict
+	stay := stay{locker: l, ctx: ctx, key: key, self: self, began: began}
+	defer stay.leave()
 	for {
-		freed := room.bell() // before the try: a lock that ends meanwhile must not be slept through
-		lock, err := l.acquire(ctx, ctx, key, self, room.began)
+		freed := stay.bell() // before the try: a lock that ends meanwhile must not be slept through
+		lock, err := l.acquire(ctx, ctx, key, self, began)
 		if err == nil {
 			return lock, verdict{kind: EventRan}
 		}
 		v = l.judge(ctx, task, self, err, v)
-		if v.kind != EventRequeued || !room.wait(v, freed) {
+		if v.kind != EventRequeued || !stay.wait(v, freed) {
 			break
 		}
 	}
@@ -109,7 +106,7 @@ func (l *Locker) obtain(ctx context.Context, task *asynq.Task, key string) (*Loc
 	switch {
 	case v.kind != EventRequeued:
 	case ctx.Err() != nil:
-		v.err = l.contention(task, fmt.Errorf("redislock: acquire lock %s: the task's context ended: %w", key, context.Cause(ctx)), 0)
+		v.err = contended(task, fmt.Errorf("redislock: acquire lock %s: the task's context ended: %w", key, context.Cause(ctx)), 0)
 	case lastAttempt(ctx):
 		v.kind = EventArchived // by asynq, which looks at the attempts before it looks at the error
 		if errors.As(v.err, &held) {
@@ -135,19 +132,18 @@ func (l *Locker) judge(ctx context.Context, task *asynq.Task, self Holder, err e
 	case errors.As(err, &held):
 		held.RetryIn = l.retryDelay(0)
 		if held.Holder == (Holder{}) || held.Holder.sameTask(self) {
-			return verdict{kind: EventRequeued, err: l.contention(task, held, held.RetryIn), holder: held.Holder, wait: waitAtLast}
+			return verdict{kind: EventRequeued, err: contended(task, held, held.RetryIn), holder: held.Holder, wait: waitAtLast}
 		}
 		if l.policy.kind == policyFunc && before.kind == EventRequeued && before.holder == held.Holder {
 			return before
 		}
 		return l.applyPolicy(ctx, task, held)
+	case errors.Is(err, ErrUnavailable) && l.failOpen && l.enter():
+		return verdict{kind: EventRan, err: err}
 	case errors.Is(err, ErrClosed), errors.Is(err, ErrUnavailable) && l.closed():
-		return verdict{kind: EventRequeued, err: l.contention(task, err, l.policyDelay()), wait: waitForever}
+		return verdict{kind: EventRequeued, err: contended(task, err, l.policyDelay()), wait: waitForever}
 	case errors.Is(err, ErrUnavailable):
-		if l.failOpen {
-			return verdict{kind: EventRan, err: err}
-		}
-		return verdict{kind: EventRequeued, err: l.contention(task, err, l.policyDelay()), wait: waitAtLast}
+		return verdict{kind: EventRequeued, err: contended(task, err, l.policyDelay()), wait: waitAtLast}
 	}
 	return verdict{kind: EventRefused, err: err}
 }
@@ -162,10 +158,10 @@ func (l *Locker) applyPolicy(ctx context.Context, task *asynq.Task, held *HeldEr
 		held.RetryIn = 0
 		v.kind, v.err = EventArchived, fmt.Errorf("%w: %w", held, asynq.SkipRetry)
 	case policyWait:
-		v.kind, v.err, v.wait = EventRequeued, l.contention(task, held, held.RetryIn), waitPolicy
+		v.kind, v.err, v.wait = EventRequeued, contended(task, held, held.RetryIn), waitPolicy
 	case policyRetry:
 		held.RetryIn = l.policyDelay()
-		v.kind, v.err, v.wait = EventRequeued, l.contention(task, held, held.RetryIn), waitAtLast
+		v.kind, v.err, v.wait = EventRequeued, contended(task, held, held.RetryIn), waitAtLast
 	case policyFunc:
 		v.err = l.policy.decide(ctx, task, held)
 		var again *HeldError
@@ -181,7 +177,7 @@ func (l *Locker) applyPolicy(ctx context.Context, task *asynq.Task, held *HeldEr
 			if errors.As(v.err, &again) {
 				delay = again.RetryIn
 			}
-			v.kind, v.err, v.wait = EventRequeued, l.contention(task, v.err, delay), waitAtLast
+			v.kind, v.err, v.wait = EventRequeued, contended(task, v.err, delay), waitAtLast
 		default:
 			v.kind = EventRefused
 		}
@@ -215,68 +211,68 @@ func lastAttempt(ctx context.Context) bool {
 	return ok && retried >= most
 }
 
-// queue is what the tasks share that wait in place for one key in this Locker.
-type queue struct {
+// waiters is what the tasks share that wait in place for one key in this Locker.
+type waiters struct {
 	freed chan struct{} // closed, and made anew, when a lock of the key ends here
 	tasks int
 	taken bool // the one place for a task that waits because the policy is Wait
 }
 
-// visit is one task's stay at the lock of its key. It joins the queue when it first waits.
-type visit struct {
-	*queue
+// stay is one task's stay at the lock of its key. It joins the queue when it first waits.
+type stay struct {
+	*waiters
 	locker *Locker
 	ctx    context.Context
 	key    string
 	self   Holder
 	began  time.Time
-	seated bool // queue.taken is ours
+	seated bool // waiters.taken is ours
 }
 
 // bell returns what tells that a lock of the key has ended here since the call; nil, which never tells, before the first wait.
-func (r *visit) bell() <-chan struct{} {
-	if r.queue == nil {
+func (s *stay) bell() <-chan struct{} {
+	if s.waiters == nil {
 		return nil
 	}
-	r.locker.mu.Lock()
-	defer r.locker.mu.Unlock()
-	return r.freed
+	s.locker.mu.Lock()
+	defer s.locker.mu.Unlock()
+	return s.freed
 }
 
 // join enters the queue and returns its bell.
-func (r *visit) join() <-chan struct{} {
-	l := r.locker
+func (s *stay) join() <-chan struct{} {
+	l := s.locker
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.waits[r.key] == nil {
-		l.waits[r.key] = &queue{freed: make(chan struct{})}
+	if l.waits[s.key] == nil {
+		l.waits[s.key] = &waiters{freed: make(chan struct{})}
 	}
-	r.queue = l.waits[r.key]
-	r.tasks++
-	return r.freed
+	s.waiters = l.waits[s.key]
+	s.tasks++
+	return s.freed
 }
 
 // takeSeat reports whether this is the one task that may wait because the policy is Wait.
-func (r *visit) takeSeat() bool {
-	r.locker.mu.Lock()
-	defer r.locker.mu.Unlock()
-	if !r.taken {
-		r.taken, r.seated = true, true
+func (s *stay) takeSeat() bool {
+	s.locker.mu.Lock()
+	defer s.locker.mu.Unlock()
+	if !s.taken {
+		s.taken, s.seated = true, true
 	}
-	return r.seated
+	return s.seated
 }
 
-func (r *visit) leave() {
-	if r.queue == nil {
+func (s *stay) leave() {
+	if s.waiters == nil {
 		return
 	}
-	r.locker.mu.Lock()
-	defer r.locker.mu.Unlock()
-	if r.seated {
-		r.taken = false
+	s.locker.mu.Lock()
+	defer s.locker.mu.Unlock()
+	if s.seated {
+		s.taken = false
 	}
-	if r.tasks--; r.tasks == 0 {
-		delete(r.locker.waits, r.key)
+	if s.tasks--; s.tasks == 0 {
+		delete(s.locker.waits, s.key)
 	}
 }
 
@@ -291,26 +287,29 @@ func (l *Locker) wake(key string) {
 }
 
 // wait returns true when it is time for another try, false when the task must not wait any longer.
-func (r *visit) wait(v verdict, freed <-chan struct{}) bool {
-	last, left := lastAttempt(r.ctx), r.left(v.wait)
+func (s *stay) wait(v verdict, freed <-chan struct{}) bool {
+	last, left := lastAttempt(s.ctx), s.left(v.wait)
 	if left <= 0 {
 		return false
 	}
-	first := r.queue == nil
+	first := s.waiters == nil
 	if first {
-		freed = r.join()
+		freed = s.join()
 	}
-	if v.wait == waitPolicy && !r.takeSeat() && !last {
+	if v.wait == waitPolicy && !s.takeSeat() && !last {
 		return false
 	}
 	if last && first { // up to its deadline this task gives no other sign of life
-		r.locker.log().LogAttrs(r.ctx, slog.LevelInfo, "redislock: task waits in place: this is its last attempt, an error would archive it",
-			slog.String("key", r.key), slog.String("task_id", r.self.TaskID), slog.String("task_type", r.self.TaskType),
-			slog.String("queue", r.self.Queue), slog.String("holder", v.holder.String()), slog.String("reason", v.err.Error()))
+		e := Event{Key: s.key, TaskID: s.self.TaskID, TaskType: s.self.TaskType, Queue: s.self.Queue, Holder: v.holder}
+		if v.holder == (Holder{}) {
+			e.Err = v.err
+		}
+		s.locker.log().LogAttrs(s.ctx, slog.LevelInfo,
+			"redislock: task waits in place: this is its last attempt, an error would archive it", e.attrs()...)
 	}
 	// A tenth of the time already waited: Redis sees at most a few polls a second of a task that waits long.
-	most := min(max(time.Since(r.began)/10, 5*time.Millisecond), 250*time.Millisecond)
-	interval, closing := most/2+rand.N(most/2), r.locker.closing
+	most := min(max(time.Since(s.began)/10, 5*time.Millisecond), 250*time.Millisecond)
+	interval, closing := most/2+rand.N(most/2), s.locker.closing
 	if v.wait == waitForever {
 		interval, freed, closing = left, nil, nil
 	}
@@ -321,7 +320,7 @@ func (r *visit) wait(v verdict, freed <-chan struct{}) bool {
 	case <-closing:
 	case <-timer.C:
 		return interval < left
-	case <-r.ctx.Done():
+	case <-s.ctx.Done():
 		return false
 	}
 	return true
@@ -329,16 +328,16 @@ func (r *visit) wait(v verdict, freed <-chan struct{}) bool {
 
 // left is how much longer the task may wait in place: up to the policy's limit or, where an error would archive it, without
 // one, but only waitForever beyond the point from which asynq may settle the task itself, which counts as a failure.
-func (r *visit) left(kind waitKind) time.Duration {
+func (s *stay) left(kind waitKind) time.Duration {
 	left := time.Duration(math.MaxInt64)
-	switch last := lastAttempt(r.ctx); {
+	switch last := lastAttempt(s.ctx); {
 	case kind == waitPolicy && !last:
-		left = r.locker.policy.d - time.Since(r.began)
+		left = s.locker.policy.d - time.Since(s.began)
 	case kind == waitNot, !last:
 		return 0
 	}
-	if deadline, ok := r.ctx.Deadline(); ok && kind != waitForever {
-		left = min(left, time.Until(deadline)-max(time.Second, deadline.Sub(r.began)/20))
+	if deadline, ok := s.ctx.Deadline(); ok && kind != waitForever {
+		left = min(left, time.Until(deadline)-max(time.Second, deadline.Sub(s.began)/20))
 	}
 	return left
 }
