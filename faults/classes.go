@@ -1,0 +1,114 @@
+package main
+
+import (
+	"math/rand/v2"
+	"time"
+)
+
+// class is a kind of trouble, and what the lock promises under it.
+type class struct {
+	name    string
+	promise string
+	every   time.Duration // between two faults, on average; 0: none
+	faults  []string      // one of them each time
+	aof     bool          // the lock's server writes each change to disk
+	deaf    float64       // share of the long handlers that ignore their context
+}
+
+const (
+	exclusive  = "no overlap"
+	allowLoss  = "overlap only after the loss, and the first is told within TTL/3"
+	allowPause = "overlap only by the paused process, until it is told"
+	allowDeaf  = "overlap only by a handler that was told and went on"
+	allowMixed = "overlap only after a loss or a pause, or by a handler that was told and went on"
+)
+
+// The faults that only the campaign reads; see check.go for the others.
+const (
+	faultKill          = "kill worker"
+	faultShutdown      = "shut worker down"
+	faultCut           = "cut"
+	faultRefuse        = "refuse"
+	faultHangUp        = "half-open, requests lost"
+	faultHangDown      = "half-open, replies lost"
+	faultHang          = "hang"
+	faultLatency       = "latency"
+	faultThrottle      = "throttle"
+	faultDurable       = "kill redis with aof"
+	faultDown          = "redis down"
+	faultScripts       = "script flush"
+	faultClientPause   = "client pause"
+	faultLoseAcquire   = faultSwallow + string(verbAcquire)
+	faultLoseExtend    = faultSwallow + string(verbExtend)
+	faultLoseRelease   = faultSwallow + string(verbRelease)
+	faultHushAcquire   = faultOneReply + " " + faultLoseAcquire
+	faultHushExtend    = faultOneReply + " " + faultLoseExtend
+	faultHushRelease   = faultOneReply + " " + faultLoseRelease
+	faultSwallowWindow = time.Second // how long a swallowed reply can keep a worker from Redis
+)
+
+var classes = []class{
+	{name: "none", promise: exclusive},
+	{name: "worker-kill", promise: exclusive, every: 600 * time.Millisecond, faults: []string{faultKill}},
+	{name: "worker-pause", promise: allowPause, every: 900 * time.Millisecond, faults: []string{faultPause}},
+	{name: "cut", promise: exclusive, every: 150 * time.Millisecond, faults: []string{faultCut, faultCut, faultCut, faultRefuse}},
+	{name: "half-open", promise: exclusive, every: 600 * time.Millisecond, faults: []string{faultHangUp, faultHangDown, faultHang}},
+	{name: "latency", promise: exclusive, every: 500 * time.Millisecond, faults: []string{faultLatency}},
+	{name: "throttle", promise: exclusive, every: 800 * time.Millisecond, faults: []string{faultThrottle}},
+	{name: "swallow-acquire", promise: exclusive, every: 25 * time.Millisecond, faults: []string{faultLoseAcquire, faultLoseAcquire, faultHushAcquire}},
+	{name: "swallow-extend", promise: exclusive, every: 25 * time.Millisecond, faults: []string{faultLoseExtend, faultHushExtend}},
+	{name: "swallow-release", promise: exclusive, every: 25 * time.Millisecond, faults: []string{faultLoseRelease, faultLoseRelease, faultHushRelease}},
+	{name: "redis-kill-aof", promise: exclusive, every: 4 * time.Second, faults: []string{faultDurable}, aof: true},
+	{name: "redis-kill", promise: allowLoss, every: 4 * time.Second, faults: []string{faultLossy}},
+	{name: "script-flush", promise: exclusive, every: 20 * time.Millisecond, faults: []string{faultScripts}},
+	{name: "flushall", promise: allowLoss, every: 300 * time.Millisecond, faults: []string{faultFlush}},
+	{name: "key-deleted", promise: allowLoss, every: 30 * time.Millisecond, faults: []string{faultDelete}},
+	{name: "key-stolen", promise: allowLoss, every: 60 * time.Millisecond, faults: []string{faultSteal}},
+	{name: "client-pause", promise: exclusive, every: 3 * time.Second, faults: []string{faultClientPause}},
+	{name: "deaf", promise: allowDeaf, every: 700 * time.Millisecond, faults: []string{faultHang, faultRefuse}, deaf: 0.5},
+	{name: "shutdown", promise: allowDeaf, every: 700 * time.Millisecond, faults: []string{faultShutdown}, deaf: 0.3},
+	{name: "mixed", promise: allowMixed, every: 250 * time.Millisecond, deaf: 0.2, faults: []string{
+		faultKill, faultPause, faultShutdown, faultCut, faultRefuse, faultHangUp, faultHangDown, faultHang, faultLatency, faultThrottle,
+		faultLoseAcquire, faultLoseExtend, faultLoseRelease, faultHushAcquire, faultHushExtend, faultHushRelease,
+		faultLossy, faultScripts, faultFlush, faultDelete, faultSteal, faultClientPause,
+	}},
+}
+
+// step is one fault of a schedule.
+type step struct {
+	at     time.Duration // from the start of the campaign
+	fault  string
+	worker int
+	lasts  time.Duration
+	pick   float64 // which key, by its place among those that are there
+}
+
+// schedule plans the faults of a campaign. Equal arguments make equal plans.
+func schedule(c class, seed uint64, workers int, duration time.Duration) (plan []step) {
+	if c.every == 0 {
+		return nil
+	}
+	r := rand.New(rand.NewPCG(seed, 1))
+	between := func(low, high time.Duration) time.Duration { return low + time.Duration(r.Int64N(int64(high-low))) }
+	for at := time.Second; ; {
+		at += between(c.every/2, c.every*3/2)
+		s := step{at: at, fault: c.faults[r.IntN(len(c.faults))], worker: r.IntN(workers), pick: r.Float64()}
+		switch s.fault {
+		case faultPause:
+			s.lasts = between(ttl+ttl/5, 5*ttl/2)
+		case faultKill, faultShutdown:
+			s.lasts = between(50*time.Millisecond, 500*time.Millisecond) // until it is started again
+		case faultLossy, faultDurable:
+			s.lasts = between(0, 3*ttl/2)
+		case faultCut:
+		case faultClientPause:
+			s.lasts = between(ttl/10, 3*ttl/2)
+		default:
+			s.lasts = between(ttl/5, 3*ttl)
+		}
+		if at+s.lasts > duration {
+			return plan
+		}
+		plan = append(plan, s)
+	}
+}

@@ -1,0 +1,129 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"cmp"
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync/atomic"
+
+	"golang.org/x/sys/unix"
+)
+
+// record is one line of a history. What a product event says keeps the product's name for it (redislock.EventKind).
+type record struct {
+	T        int64  `json:"t"` // ns of CLOCK_MONOTONIC, which all processes of a machine share
+	Kind     string `json:"kind"`
+	Process  string `json:"process,omitempty"` // the one that writes, or of the rig's records, the one they are about
+	Delivery int64  `json:"delivery,omitempty"`
+	Task     string `json:"task,omitempty"`
+	Key      string `json:"key,omitempty"`
+	Holder   string `json:"holder,omitempty"` // the task that stands in the way, or left the marker
+	Fault    string `json:"fault,omitempty"`
+	Until    int64  `json:"until,omitempty"`    // of a fault or a stall: its end
+	State    string `json:"state,omitempty"`    // of a task in the queue
+	DoneFor  int64  `json:"done_for,omitempty"` // ns
+	Clash    bool   `json:"clash,omitempty"`    // the file lock was taken
+	Deaf     bool   `json:"deaf,omitempty"`     // the handler does not look at its context
+	Err      string `json:"err,omitempty"`
+}
+
+// The kinds of records that are not the product's events.
+const (
+	kindEnqueued = "enqueued" // a task that asynq accepted
+	kindSeen     = "seen"     // a delivery reached the middleware
+	kindEnter    = "enter"    // a handler is in its critical section from here
+	kindExit     = "exit"     // to here at least; Err is its result
+	kindStall    = "stall"    // the process did not run from T to Until, by its own timers
+	kindBye      = "bye"      // the process ends in order; Err when handlers still ran
+	kindFault    = "fault"    // Fault was done to Process or Key, or to all, from T to Until
+	kindKilled   = "killed"   // SIGKILL is about to be sent to Process
+	kindGone     = "gone"     // Process has ended, and the system has let go of what it held
+	kindDied     = "died"     // Process ended without having been told to
+	kindQueued   = "queued"   // what the queue holds at the end; Err is the reason of an archived task
+	kindImmortal = "immortal" // a lock key that has no TTL, or a longer one than it may have
+	kindLeftover = "leftover" // a lock key that outlived its processes by more than a TTL
+)
+
+// now is the stamp of a record.
+func now() int64 {
+	var ts unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts); err != nil {
+		panic(err) // every Linux has this clock
+	}
+	return ts.Nano()
+}
+
+// history is one process's file of records. It is safe for concurrent use.
+type history struct {
+	process string
+	file    *os.File
+	failed  atomic.Bool
+}
+
+func newHistory(dir, process string) (*history, error) {
+	file, err := os.OpenFile(filepath.Join(dir, process+".jsonl"), os.O_CREATE|os.O_EXCL|os.O_APPEND|os.O_WRONLY, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	return &history{process: process, file: file}, nil
+}
+
+// add writes r with one write(2), so that a SIGKILL leaves no half a line. A zero T is stamped here.
+func (h *history) add(r record) {
+	if r.T == 0 {
+		r.T = now()
+	}
+	if r.Process == "" && r.Kind != kindFault {
+		r.Process = h.process
+	}
+	line, err := json.Marshal(r)
+	if err != nil {
+		panic(err) // strings, numbers and bools always marshal
+	}
+	if _, err := h.file.Write(append(line, '\n')); err != nil && !h.failed.Swap(true) {
+		fmt.Fprintln(os.Stderr, "faults: write history:", err)
+	}
+}
+
+// close reports whether the history is complete.
+func (h *history) close() error {
+	err := h.file.Close()
+	if h.failed.Load() {
+		return fmt.Errorf("history of %s: records are missing", h.process)
+	}
+	return err
+}
+
+// readHistories returns the records of all processes in the order of their stamps.
+func readHistories(dir string) ([]record, error) {
+	names, err := filepath.Glob(filepath.Join(dir, "*.jsonl"))
+	if err != nil {
+		return nil, err
+	}
+	var all []record
+	for _, name := range names {
+		data, err := os.ReadFile(name)
+		if err != nil {
+			return nil, err
+		}
+		lines := bufio.NewScanner(bytes.NewReader(data))
+		lines.Buffer(nil, 1<<20)
+		for n := 1; lines.Scan(); n++ {
+			var r record
+			if err := json.Unmarshal(lines.Bytes(), &r); err != nil {
+				return nil, fmt.Errorf("%s:%d: %w", name, n, err)
+			}
+			all = append(all, r)
+		}
+		if err := lines.Err(); err != nil {
+			return nil, fmt.Errorf("%s: %w", name, err)
+		}
+	}
+	slices.SortStableFunc(all, func(a, b record) int { return cmp.Compare(a.T, b.T) })
+	return all, nil
+}
