@@ -387,7 +387,7 @@ func TestAnImpatientShutdownLeavesTheKeyOfADeafHandlerToLapse(t *testing.T) {
 		end  time.Duration // of the deaf handler, after Shutdown has returned; 0 if that is the end of the process
 	}{
 		{"the process ends", 0},
-		{"the handler ends before the key lapses", 4 * time.Second}, // longer than the pause between two extensions,
+		{"the handler ends before the key lapses", 4 * time.Second}, // longer than the pause between two extensions
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			virtual(t, func(t *testing.T, w *world) {

@@ -123,6 +123,8 @@ func (w *world) end() {
 	w.wires.Wait()
 	w.redis.Close()
 
+	w.mu.Lock() // for a log line of a goroutine that should not be there any more
+	defer w.mu.Unlock()
 	if w.t.Failed() || testing.Verbose() {
 		const most = 200
 		if skip := len(w.log) - most; skip > 0 {
@@ -619,14 +621,15 @@ type wire struct {
 
 // dial is the Dialer of the link's client.
 func (l *link) dial(context.Context, string, string) (net.Conn, error) {
+	server, err := l.world.redis.Dial() // before the lock: miniredis holds its own while it waits for a wire to push to
+	if err != nil {
+		return nil, err
+	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.down {
+		_ = server.Close()
 		return nil, &net.OpError{Op: "dial", Net: "tcp", Err: syscall.ECONNREFUSED}
-	}
-	server, err := l.world.redis.Dial()
-	if err != nil {
-		return nil, err
 	}
 	near, far := net.Pipe()
 	c := &wire{link: l, client: far, server: server, requests: make(chan command, 1000), broken: make(chan struct{})}
