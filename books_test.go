@@ -50,6 +50,14 @@ func (b *books) String() string {
 	return strings.Join(parts, " ")
 }
 
+// want fails the test unless the books say just this, in the words of String.
+func (b *books) want(t *testing.T, counts string) {
+	t.Helper()
+	if got := b.String(); got != counts {
+		t.Errorf("the books say %s, want %s", got, counts)
+	}
+}
+
 // balance fails the test unless every lock that was acquired has ended once, and tasks have had outcomes in all. Call it
 // when nothing runs any more.
 func (b *books) balance(t *testing.T, tasks int) {

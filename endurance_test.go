@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -114,15 +113,10 @@ func leaveNothingBehind(t *testing.T, tasks int, deliverBy func(*world, *host, a
 			}
 		}
 		time.Sleep(5 * time.Second)
-		if left := ownGoroutines(); left != "" {
-			t.Errorf("goroutines left:\n%s", left)
-		}
-		for i, l := range lockers {
+		for _, l := range lockers {
+			checkIdle(t, l)
 			if err := l.Shutdown(t.Context()); err != nil {
 				t.Error(err)
-			}
-			if len(l.locks)+len(l.waits)+l.busy != 0 {
-				t.Errorf("locker %d still has %d locks, %d waits, %d calls", i, len(l.locks), len(l.waits), l.busy)
 			}
 		}
 
@@ -158,16 +152,4 @@ func leaveNothingBehind(t *testing.T, tasks int, deliverBy func(*world, *host, a
 			}
 		}
 	})
-}
-
-// ownGoroutines returns the stacks of the goroutines that this package's product code has started or is running in.
-func ownGoroutines() string {
-	stacks := make([]byte, 16<<20)
-	var own []string
-	for _, g := range strings.Split(string(stacks[:runtime.Stack(stacks, true)]), "\n\n") {
-		if strings.Contains(g, "redislock.(*Lock") {
-			own = append(own, g)
-		}
-	}
-	return strings.Join(own, "\n\n")
 }

@@ -481,9 +481,7 @@ func TestTroubleWithTheReleaseIsNoTroubleOfTheHandler(t *testing.T) {
 						}
 						h.lockLink.heal()
 						s.finishes(ttl)
-						if got := s.books.String(); got != "acquired=1 ran=1 released=1" {
-							t.Errorf("the books say %s", got)
-						}
+						s.books.want(t, "acquired=1 ran=1 released=1")
 					})
 				})
 			}
@@ -575,9 +573,7 @@ func TestALostReplyOfAnExtendChangesNothing(t *testing.T) {
 				}
 				h.lockLink.heal()
 				s.finishes(ttl)
-				if got := s.books.String(); got != "acquired=1 ran=1 released=1" {
-					t.Errorf("the books say %s", got)
-				}
+				s.books.want(t, "acquired=1 ran=1 released=1")
 			})
 		})
 	}
@@ -674,9 +670,7 @@ func TestAHandlerWhoseKeyIsTakenAwayIsToldWithinAThirdOfTheTTL(t *testing.T) {
 						t.Errorf("the task is %s: SkipRetry in the handler's error got lost", state)
 					}
 					s.finishes(time.Second)
-					if got := s.books.String(); got != "acquired=1 lost=1 ran=1" {
-						t.Errorf("the books say %s", got)
-					}
+					s.books.want(t, "acquired=1 lost=1 ran=1")
 				})
 			})
 		}
@@ -713,9 +707,7 @@ func TestAHandlerIsLeftAloneWhileRedisIsAwayForLessThanTheValidity(t *testing.T)
 					t.Errorf("the handler was disturbed: %v", err)
 				}
 				s.finishes(time.Second)
-				if got := s.books.String(); got != "acquired=1 ran=1 released=1" {
-					t.Errorf("the books say %s", got)
-				}
+				s.books.want(t, "acquired=1 ran=1 released=1")
 			})
 		})
 	}
@@ -758,9 +750,7 @@ func TestAHandlerIsStoppedBeforeItsKeyCouldExpireWhileRedisIsAway(t *testing.T) 
 					t.Errorf("asynq sees %v, want ErrLost too", err)
 				}
 				s.finishes(time.Second)
-				if got := s.books.String(); got != "acquired=1 lost=1 ran=1" {
-					t.Errorf("the books say %s", got)
-				}
+				s.books.want(t, "acquired=1 lost=1 ran=1")
 			})
 		})
 	}
@@ -861,9 +851,7 @@ func TestAHandlerThatReturnsWithinTheGraceIsNotAbandoned(t *testing.T) {
 			t.Errorf("the task is %s", state)
 		}
 		s.finishes(time.Second)
-		if got := s.books.String(); got != "acquired=1 ran=1 released=1" {
-			t.Errorf("the books say %s", got)
-		}
+		s.books.want(t, "acquired=1 ran=1 released=1")
 	})
 }
 
@@ -885,9 +873,7 @@ func TestALockThatIsLostDuringTheGraceIsNotAbandonedToo(t *testing.T) {
 		if !errors.Is(err, context.Canceled) || !errors.Is(err, ErrLost) {
 			t.Errorf("Do returns %v, want what the function returned and ErrLost", err)
 		}
-		if got := b.String(); got != "acquired=1 lost=1" {
-			t.Errorf("the books say %s", got)
-		}
+		b.want(t, "acquired=1 lost=1")
 	})
 }
 
@@ -1254,9 +1240,7 @@ func TestDoReturnsWhatItsFunctionDoesAndFreesTheLock(t *testing.T) {
 				if err != nil || ok != test.marker || h.Done != test.marker {
 					t.Errorf("afterwards the key is held: %t by %v (%v), want a done marker: %t", ok, h, err, test.marker)
 				}
-				if got := b.String(); got != "acquired=1 released=1" {
-					t.Errorf("the books say %s", got)
-				}
+				b.want(t, "acquired=1 released=1")
 			})
 		})
 	}
@@ -1503,9 +1487,7 @@ func TestCheckNoticesALossAtOnce(t *testing.T) {
 				if err := k.Release(t.Context()); !errors.Is(err, ErrLost) {
 					t.Errorf("Release says %v, want ErrLost", err)
 				}
-				if got := b.String(); got != "acquired=1 lost=1" {
-					t.Errorf("the books say %s", got)
-				}
+				b.want(t, "acquired=1 lost=1")
 			})
 		})
 	}
@@ -1609,9 +1591,7 @@ func TestReleaseCountsOnceHoweverOftenItIsCalled(t *testing.T) {
 			t.Errorf("the successor's lock: %v", err)
 		}
 		_ = successor.Release(t.Context())
-		if got := b.String(); got != "acquired=2 released=2" {
-			t.Errorf("the books say %s", got)
-		}
+		b.want(t, "acquired=2 released=2")
 	})
 }
 
@@ -1667,9 +1647,7 @@ func TestReleaseWaitsForTheReplyAsLongAsItsContextAllows(t *testing.T) {
 		if took := time.Since(began); took != lag || w.redis.Exists(k.Key()) {
 			t.Errorf("freed after %s: %t, want %s", took, !w.redis.Exists(k.Key()), lag)
 		}
-		if got := b.String(); got != "acquired=1 released=1" {
-			t.Errorf("the books say %s", got)
-		}
+		b.want(t, "acquired=1 released=1")
 	})
 }
 

@@ -54,21 +54,19 @@ func (l *Locker) process(ctx context.Context, task *asynq.Task, next asynq.Handl
 		}
 		return v.err
 	}
-	// Counted until the outcome is told, so that Shutdown returns with balanced books. judge has counted an unlocked run.
-	over = l.leave
+	over = l.leave // counted until the outcome is told, so that Shutdown returns with balanced books
 	e.Unlocked = lock == nil && v.kind == EventRan
-	under := func(handler func(context.Context) error) error { return handler(ctx) }
-	if !e.Unlocked {
-		l.begin()
-	}
-	if lock != nil {
-		under = lock.hold
-		defer func() { e.Held = lock.heldFor() }()
-	}
-	if e.Unlocked {
+	if e.Unlocked { // judge has counted it
 		why := e
 		why.Err = v.err
 		l.log().LogAttrs(ctx, slog.LevelWarn, "redislock: task runs without a lock: Redis is unavailable and WithFailOpen is set", why.attrs()...)
+	} else {
+		l.begin()
+	}
+	under := func(handler func(context.Context) error) error { return handler(ctx) }
+	if lock != nil {
+		under = lock.hold
+		defer func() { e.Held = lock.heldFor() }()
 	}
 	e.Err = under(func(ctx context.Context) error { return next.ProcessTask(ctx, task) })
 	return ofRun(task, e.Err)

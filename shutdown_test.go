@@ -229,16 +229,7 @@ func TestNewTasksOfAClosedLockerRunElsewhere(t *testing.T) {
 		other := f.join("other", asynq.Config{})
 		closed.server.Shutdown() // and with it goes the context of those that stayed
 		w.until(10*time.Second, "all done", func() bool { return w.drained() })
-		for _, k := range f.works {
-			k.wantState("gone", infos[k])
-			if ran := k.ran(); len(ran) != 1 || ran[0].at != other {
-				k.errorf("runs: %v, want one on the other host", ran)
-			}
-		}
-		if s := w.stats("default"); s.Failed != 0 {
-			t.Errorf("failed %d, want none", s.Failed)
-		}
-		f.audit()
+		f.wantOneRunEach(other, infos)
 	})
 }
 
@@ -303,16 +294,7 @@ func TestShutdownWakesThoseThatWait(t *testing.T) {
 		other := f.join("other", asynq.Config{})
 		a.server.Shutdown()
 		w.until(time.Minute, "all done", func() bool { return w.drained() })
-		for _, k := range f.works {
-			k.wantState("gone", infos[k])
-			if ran := k.ran(); len(ran) != 1 || ran[0].at != other {
-				k.errorf("runs: %v, want one on the other host", ran)
-			}
-		}
-		if s := w.stats("default"); s.Failed != 0 {
-			t.Errorf("failed %d, want none", s.Failed)
-		}
-		f.audit()
+		f.wantOneRunEach(other, infos)
 	})
 }
 
@@ -530,4 +512,19 @@ func TestShutdownMeetsAnAcquireUnderWay(t *testing.T) {
 			})
 		})
 	}
+}
+
+// wantOneRunEach checks that every work was done once, on that host, and that nothing was counted as a failure.
+func (f *fleet) wantOneRunEach(at *station, infos map[*work]*asynq.TaskInfo) {
+	f.t.Helper()
+	for _, k := range f.works {
+		k.wantState("gone", infos[k])
+		if ran := k.ran(); len(ran) != 1 || ran[0].at != at {
+			k.errorf("runs: %v, want one on the other host", ran)
+		}
+	}
+	if s := f.stats("default"); s.Failed != 0 {
+		f.t.Errorf("failed %d, want none", s.Failed)
+	}
+	f.audit()
 }

@@ -206,9 +206,7 @@ func TestAReplyThatTheKeyIsNotOursIsALossAtTheNextTick(t *testing.T) {
 					t.Errorf("Release says %v, want ErrLost", err)
 				}
 				checkIdle(t, l)
-				if got := b.String(); got != "acquired=1 lost=1" {
-					t.Errorf("the books say %s", got)
-				}
+				b.want(t, "acquired=1 lost=1")
 			})
 		})
 	}
@@ -252,9 +250,7 @@ func TestSilenceIsALossBeforeTheKeyCanExpire(t *testing.T) {
 					}
 					_ = k.Release(t.Context())
 					checkIdle(t, l)
-					if got := b.String(); got != "acquired=1 lost=1" {
-						t.Errorf("the books say %s", got)
-					}
+					b.want(t, "acquired=1 lost=1")
 				})
 			})
 		}
@@ -324,9 +320,7 @@ func TestAConfirmationAfterTheLossDoesNotReviveTheLock(t *testing.T) {
 		checkDead(t, k)
 		_ = k.Release(t.Context())
 		checkIdle(t, l)
-		if got := b.String(); got != "acquired=1 lost=1" {
-			t.Errorf("the books say %s", got)
-		}
+		b.want(t, "acquired=1 lost=1")
 	})
 }
 
@@ -430,9 +424,7 @@ func TestAnExtendThatIsUnderWayDelaysNoReturnAndRevivesNothing(t *testing.T) {
 					t.Errorf("the marker's TTL is %s, want %s", left, doneFor-2*ttl)
 				}
 				checkIdle(t, l)
-				if got := b.String(); got != "acquired=1 released=1" {
-					t.Errorf("the books say %s", got)
-				}
+				b.want(t, "acquired=1 released=1")
 			})
 		})
 	}
@@ -529,9 +521,7 @@ func TestAnIdleLockerOwnsNothing(t *testing.T) {
 		_, _ = deleted.Release(t.Context()), lost.Release(t.Context())
 		time.Sleep(time.Minute)
 
-		if got := b.String(); got != "abandoned=1 acquired=5 lost=2 released=2" {
-			t.Errorf("the books say %s", got)
-		}
+		b.want(t, "abandoned=1 acquired=5 lost=2 released=2")
 		h.lockLink.forget()
 		time.Sleep(time.Hour)
 		if sent := h.lockLink.sent(""); len(sent) > 0 {
