@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"example.com/redislock/internal/virtual"
+
 	"github.com/hibiken/asynq"
 )
 
@@ -53,16 +55,16 @@ func (u *userFuncs) calls() [3]int {
 }
 
 func TestServerConfigLeavesOrdinaryErrorsToTheUsersOwnFunctions(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var (
 			user userFuncs
 			b    books
-			runs tally
-			h    = w.host("h")
+			runs virtual.Tally
+			h    = w.Host("h")
 		)
-		h.serve(ServerConfig(user.config()), h.locker(&b).Middleware(asynq.HandlerFunc(func(context.Context, *asynq.Task) error {
-			runs.start("print")()
-			switch runs.count("print") {
+		h.Serve(ServerConfig(user.config()), locker(h, &b).Middleware(asynq.HandlerFunc(func(context.Context, *asynq.Task) error {
+			runs.Start("print")()
+			switch runs.Count("print") {
 			case 1, 2:
 				return errBenign
 			case 3, 4:
@@ -70,8 +72,8 @@ func TestServerConfigLeavesOrdinaryErrorsToTheUsersOwnFunctions(t *testing.T) {
 			}
 			return nil
 		})))
-		info := w.enqueue(asynq.NewTask("print", nil), asynq.MaxRetry(3))
-		w.until(time.Minute, "task done", func() bool { return w.state(info) == "gone" })
+		info := w.Enqueue(asynq.NewTask("print", nil), asynq.MaxRetry(3))
+		w.Until(time.Minute, "task done", func() bool { return w.State(info) == "gone" })
 		if got := user.calls(); got != [3]int{4, 4, 4} {
 			t.Errorf("IsFailure, RetryDelayFunc and ErrorHandler were asked %v times, want 4 each", got)
 		}
@@ -87,13 +89,13 @@ func TestServerConfigLeavesOrdinaryErrorsToTheUsersOwnFunctions(t *testing.T) {
 				t.Errorf("error %d is %v and %v, want the handler's own: %v", i, err, user.isFailure[i], wantErr)
 			}
 		}
-		got := runs.of("print")
+		got := runs.Of("print")
 		for i := 1; i < len(got); i++ { // asynq keeps whole seconds and looks for retries once a second
-			if gap := got[i].start.Sub(got[i-1].end); gap < 2*time.Second || gap > 5*time.Second {
+			if gap := got[i].Start.Sub(got[i-1].End); gap < 2*time.Second || gap > 5*time.Second {
 				t.Errorf("run %d came %s after the one before, want the user's 3 s", i, gap)
 			}
 		}
-		if failed := w.stats("default").Failed; failed != 2 {
+		if failed := w.Stats("default").Failed; failed != 2 {
 			t.Errorf("asynq counted %d failures, want 2: the benign ones are none", failed)
 		}
 	})
@@ -102,23 +104,23 @@ func TestServerConfigLeavesOrdinaryErrorsToTheUsersOwnFunctions(t *testing.T) {
 func TestContentionReachesNoneOfTheUsersFunctions(t *testing.T) {
 	for name, c := range map[string]struct {
 		policy  Policy
-		trouble func(w *world, h *host, key string)
+		trouble func(w *virtual.World, h *virtual.Host, key string)
 	}{
-		"held, Retry": {Retry(time.Second), func(w *world, _ *host, key string) { _ = w.redis.Set(key, heldByOther) }},
-		"held, Wait":  {Wait(300 * time.Millisecond), func(w *world, _ *host, key string) { _ = w.redis.Set(key, heldByOther) }},
+		"held, Retry": {Retry(time.Second), func(w *virtual.World, _ *virtual.Host, key string) { _ = w.Redis.Set(key, heldByOther) }},
+		"held, Wait":  {Wait(300 * time.Millisecond), func(w *virtual.World, _ *virtual.Host, key string) { _ = w.Redis.Set(key, heldByOther) }},
 		"held, PolicyFunc": {deciding(func(held *HeldError) error { return fmt.Errorf("busy: %w", held) }),
-			func(w *world, _ *host, key string) { _ = w.redis.Set(key, heldByOther) }},
-		"a holder that cannot be read": {Skip(), func(w *world, _ *host, key string) { _ = w.redis.Set(key, "redislock/2 ?") }},
-		"Redis unreachable":            {Skip(), func(_ *world, h *host, _ string) { h.lockLink.cut() }},
+			func(w *virtual.World, _ *virtual.Host, key string) { _ = w.Redis.Set(key, heldByOther) }},
+		"a holder that cannot be read": {Skip(), func(w *virtual.World, _ *virtual.Host, key string) { _ = w.Redis.Set(key, "redislock/2 ?") }},
+		"Redis unreachable":            {Skip(), func(_ *virtual.World, h *virtual.Host, _ string) { h.LockLink.Cut() }},
 	} {
 		t.Run(name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var (
 					user userFuncs
 					b    books
-					runs tally
-					h    = w.host("h")
-					l    = h.locker(&b, WithTTL(2*time.Second), WithPolicy(c.policy))
+					runs virtual.Tally
+					h    = w.Host("h")
+					l    = locker(h, &b, WithTTL(2*time.Second), WithPolicy(c.policy))
 					task = job("work", 0)
 				)
 				lockName, _ := l.Name(t.Context(), task)
@@ -133,21 +135,21 @@ func TestContentionReachesNoneOfTheUsersFunctions(t *testing.T) {
 						return nil
 					})
 				}
-				h.serve(ServerConfig(user.config()), dressing(l.Middleware(working(&runs))))
-				info := w.enqueue(task, asynq.MaxRetry(1))
-				w.until(5*time.Minute, "ten contentions", func() bool { return b.count(EventRequeued) >= 10 })
-				w.untouched(info)
+				h.Serve(ServerConfig(user.config()), dressing(l.Middleware(working(&runs))))
+				info := w.Enqueue(task, asynq.MaxRetry(1))
+				w.Until(5*time.Minute, "ten contentions", func() bool { return b.count(EventRequeued) >= 10 })
+				w.Untouched(info)
 				if got := user.calls(); got != [3]int{} {
 					t.Errorf("IsFailure, RetryDelayFunc and ErrorHandler were asked %v times: %v", got, user.handled)
 				}
-				if runs.count("work") != 0 {
+				if runs.Count("work") != 0 {
 					t.Error("the task ran")
 				}
-				h.lockLink.heal()
-				w.redis.Del(key)
-				w.until(20*time.Second, "task done", func() bool { return w.state(info) == "gone" })
-				if runs.count("work") != 1 {
-					t.Errorf("%d runs in the end, want 1", runs.count("work"))
+				h.LockLink.Heal()
+				w.Redis.Del(key)
+				w.Until(20*time.Second, "task done", func() bool { return w.State(info) == "gone" })
+				if runs.Count("work") != 1 {
+					t.Errorf("%d runs in the end, want 1", runs.Count("work"))
 				}
 				b.balance(t, 1+b.count(EventRequeued))
 			})
@@ -172,20 +174,20 @@ func TestTheErrorHandlerHearsOfContentionThatEndsInTheArchive(t *testing.T) {
 		"MaxRetry(0), holder unreadable": {Skip(), 0, "redislock/2 ?", []error{ErrHeld}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var (
 					user userFuncs
 					b    books
-					h    = w.host("h")
-					l    = h.locker(&b, WithPolicy(c.policy))
+					h    = w.Host("h")
+					l    = locker(h, &b, WithPolicy(c.policy))
 					task = job("work", 0)
 				)
 				lockName, _ := l.Name(t.Context(), task)
 				key, _ := l.redisKey(lockName)
-				_ = w.redis.Set(key, c.value)
-				h.serve(ServerConfig(user.config()), l.Middleware(asynq.NotFoundHandler()))
-				info := w.enqueue(task, asynq.MaxRetry(c.retry), asynq.Timeout(20*time.Second))
-				w.until(30*time.Second, "task archived", func() bool { return w.state(info) == "archived" })
+				_ = w.Redis.Set(key, c.value)
+				h.Serve(ServerConfig(user.config()), l.Middleware(asynq.NotFoundHandler()))
+				info := w.Enqueue(task, asynq.MaxRetry(c.retry), asynq.Timeout(20*time.Second))
+				w.Until(30*time.Second, "task archived", func() bool { return w.State(info) == "archived" })
 				if got := user.calls(); got != [3]int{0, 0, 1} {
 					t.Fatalf("IsFailure, RetryDelayFunc and ErrorHandler were asked %v times, want the last alone, once", got)
 				}
@@ -229,7 +231,7 @@ func TestServerConfigKeepsAsynqsDefaults(t *testing.T) {
 
 func TestServerConfigTouchesNothingElse(t *testing.T) {
 	cfg := asynq.Config{
-		Concurrency: 3, TaskCheckInterval: 4, Queues: map[string]int{"a": 5}, StrictPriority: true, Logger: hostLog{}, LogLevel: asynq.WarnLevel,
+		Concurrency: 3, TaskCheckInterval: 4, Queues: map[string]int{"a": 5}, StrictPriority: true, Logger: virtual.HostLog{}, LogLevel: asynq.WarnLevel,
 		ShutdownTimeout: 6, HealthCheckInterval: 7, DelayedTaskCheckInterval: 8, GroupGracePeriod: 9, GroupMaxDelay: 10, GroupMaxSize: 11,
 		GroupAggregator: asynq.GroupAggregatorFunc(nil), JanitorInterval: 12, JanitorBatchSize: 13,
 		BaseContext: context.Background, HealthCheckFunc: func(error) {},
@@ -263,21 +265,21 @@ func same(a, b reflect.Value) bool {
 }
 
 func TestServerConfigMayBeAppliedTwice(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var user userFuncs
 		var b books
-		h := w.host("h")
-		l := h.locker(&b, WithPolicy(Retry(time.Second)))
+		h := w.Host("h")
+		l := locker(h, &b, WithPolicy(Retry(time.Second)))
 		task := job("work", 0)
 		lockName, _ := l.Name(t.Context(), task)
 		key, _ := l.redisKey(lockName)
-		_ = w.redis.Set(key, heldByOther)
-		h.serve(ServerConfig(ServerConfig(user.config())), l.Middleware(asynq.HandlerFunc(func(context.Context, *asynq.Task) error { return errPrinter })))
-		info := w.enqueue(task, asynq.MaxRetry(1))
-		w.until(time.Minute, "5 contentions", func() bool { return b.count(EventRequeued) >= 5 })
-		w.untouched(info)
-		w.redis.Del(key)
-		w.until(time.Minute, "task archived", func() bool { return w.state(info) == "archived" })
+		_ = w.Redis.Set(key, heldByOther)
+		h.Serve(ServerConfig(ServerConfig(user.config())), l.Middleware(asynq.HandlerFunc(func(context.Context, *asynq.Task) error { return errPrinter })))
+		info := w.Enqueue(task, asynq.MaxRetry(1))
+		w.Until(time.Minute, "5 contentions", func() bool { return b.count(EventRequeued) >= 5 })
+		w.Untouched(info)
+		w.Redis.Del(key)
+		w.Until(time.Minute, "task archived", func() bool { return w.State(info) == "archived" })
 		if got := user.calls(); got != [3]int{1, 1, 2} {
 			t.Errorf("IsFailure, RetryDelayFunc and ErrorHandler were asked %v times, want 1, 1, 2", got)
 		}
@@ -287,20 +289,20 @@ func TestServerConfigMayBeAppliedTwice(t *testing.T) {
 // What the documentation says of a server without ServerConfig: everything works, but each contention costs a retry, and
 // on the last attempt the task stays until it has its lock.
 func TestWithoutServerConfigEachContentionCostsARetry(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var (
 			user userFuncs
 			b    books
-			runs tally
-			h    = w.host("h")
+			runs virtual.Tally
+			h    = w.Host("h")
 		)
-		h.serve(user.config(), h.locker(&b, WithPolicy(Retry(time.Second))).Middleware(working(&runs)))
-		w.enqueue(job("work", 20*time.Second))
-		w.until(5*time.Second, "holder running", func() bool { return runs.running("work") == 1 })
-		rival := w.enqueue(job("work", 20*time.Second), asynq.MaxRetry(3))
-		w.until(30*time.Second, "three contentions", func() bool { return b.count(EventRequeued) == 3 })
-		w.until(10*time.Second, "last attempt", func() bool { return w.state(rival) == "active" })
-		if now := w.task(rival); now.Retried != 3 || !strings.Contains(now.LastErr, "held by task") {
+		h.Serve(user.config(), locker(h, &b, WithPolicy(Retry(time.Second))).Middleware(working(&runs)))
+		w.Enqueue(job("work", 20*time.Second))
+		w.Until(5*time.Second, "holder running", func() bool { return runs.Running("work") == 1 })
+		rival := w.Enqueue(job("work", 20*time.Second), asynq.MaxRetry(3))
+		w.Until(30*time.Second, "three contentions", func() bool { return b.count(EventRequeued) == 3 })
+		w.Until(10*time.Second, "last attempt", func() bool { return w.State(rival) == "active" })
+		if now := w.Task(rival); now.Retried != 3 || !strings.Contains(now.LastErr, "held by task") {
 			t.Errorf("Retried is %d with %q, want 3", now.Retried, now.LastErr)
 		}
 		if got := user.calls(); got != [3]int{3, 3, 3} {
@@ -311,12 +313,12 @@ func TestWithoutServerConfigEachContentionCostsARetry(t *testing.T) {
 				t.Errorf("reported %v, want ErrHeld", err)
 			}
 		}
-		if failed := w.stats("default").Failed; failed != 3 {
+		if failed := w.Stats("default").Failed; failed != 3 {
 			t.Errorf("asynq counted %d failures, want 3", failed)
 		}
-		w.until(3*time.Minute, "both done", func() bool { return w.drained() })
-		if s := w.state(rival); s != "gone" || runs.count("work") != 2 || len(runs.overlaps()) != 0 {
-			t.Errorf("the rival is %s after %d runs, overlaps %v; want it run on its last attempt", s, runs.count("work"), runs.overlaps())
+		w.Until(3*time.Minute, "both done", func() bool { return w.Drained() })
+		if s := w.State(rival); s != "gone" || runs.Count("work") != 2 || len(runs.Overlaps()) != 0 {
+			t.Errorf("the rival is %s after %d runs, overlaps %v; want it run on its last attempt", s, runs.Count("work"), runs.Overlaps())
 		}
 		b.balance(t, 2+3)
 	})

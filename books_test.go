@@ -7,6 +7,8 @@ import (
 	"strings"
 	"sync"
 	"testing"
+
+	"example.com/redislock/internal/virtual"
 )
 
 // books collects the events of one or more Lockers and checks that they balance. The zero value is ready.
@@ -87,11 +89,11 @@ func (b *books) balance(t *testing.T, tasks int) {
 }
 
 // locker returns a Locker of the host that logs into the world's log and reports to b.
-func (h *host) locker(b *books, opts ...Option) *Locker {
-	h.world.t.Helper()
-	l, err := New(h.rdb, WithLogger(h.logger), WithObserver(b.observe), Options(opts...))
+func locker(h *virtual.Host, b *books, opts ...Option) *Locker {
+	h.World.T.Helper()
+	l, err := New(h.RDB, WithLogger(h.Logger), WithObserver(b.observe), Options(opts...))
 	if err != nil {
-		h.world.t.Fatal(err)
+		h.World.T.Fatal(err)
 	}
 	return l
 }

@@ -9,15 +9,17 @@ import (
 	"testing"
 	"time"
 
+	"example.com/redislock/internal/virtual"
+
 	"github.com/hibiken/asynq"
 )
 
 // fleet is a group of hosts that do the same kinds of work under locks. A world costs far more than the work in it, so
 // the cases of a table share one where they can, each as a kind of work with locks and accounts of its own.
 type fleet struct {
-	*world
+	*virtual.World
 	works []*work
-	runs  tally // by lock key
+	runs  virtual.Tally // by lock key
 }
 
 // work is one kind of work that a fleet does, and what came of it.
@@ -43,7 +45,7 @@ type fleetRun struct {
 
 // station is a host of a fleet.
 type station struct {
-	*host
+	*virtual.Host
 	fleet   *fleet
 	server  *asynq.Server
 	lockers map[*work]*Locker
@@ -61,8 +63,8 @@ func (f *fleet) add(name string, do func(context.Context, fleetRun) error, opts 
 
 // join adds a host with a server that knows all the works. A task that fails comes back after a second.
 func (f *fleet) join(name string, cfg asynq.Config) *station {
-	f.t.Helper()
-	s := &station{host: f.host(name), fleet: f, lockers: map[*work]*Locker{}}
+	f.T.Helper()
+	s := &station{Host: f.Host(name), fleet: f, lockers: map[*work]*Locker{}}
 	if cfg.Concurrency == 0 {
 		cfg.Concurrency = 200
 	}
@@ -72,19 +74,19 @@ func (f *fleet) join(name string, cfg asynq.Config) *station {
 	cfg.RetryDelayFunc = func(int, error, *asynq.Task) time.Duration { return time.Second }
 	mux := asynq.NewServeMux()
 	for _, k := range f.works {
-		locker := s.locker(&k.books, WithTypes(k.taskType()), Options(k.opts...))
+		locker := locker(s.Host, &k.books, WithTypes(k.taskType()), Options(k.opts...))
 		s.lockers[k] = locker
-		f.atEnd(func() { _ = locker.Shutdown(context.Background()) }) // so that nothing of it is left in the background
+		f.AtEnd(func() { _ = locker.Shutdown(context.Background()) }) // so that nothing of it is left in the background
 		mux.Use(k.countDeliveries, locker.Middleware)
 		mux.HandleFunc(k.taskType(), func(ctx context.Context, _ *asynq.Task) error { return k.run(ctx, s) })
 	}
-	s.server = s.serve(ServerConfig(cfg), mux)
+	s.server = s.Serve(ServerConfig(cfg), mux)
 	return s
 }
 
 // kill takes the host from the world: Redis never hears of it again, and what it was doing is over.
 func (s *station) kill() {
-	s.cut()
+	s.Cut()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, end := range s.ends {
@@ -99,8 +101,8 @@ func (k *work) taskType() string {
 func (k *work) task() *asynq.Task { return asynq.NewTask(k.taskType(), []byte(`{"day":"today"}`)) }
 
 func (k *work) enqueue(opts ...asynq.Option) *asynq.TaskInfo {
-	k.fleet.t.Helper()
-	return k.fleet.enqueue(k.task(), opts...)
+	k.fleet.T.Helper()
+	return k.fleet.Enqueue(k.task(), opts...)
 }
 
 func (k *work) countDeliveries(next asynq.Handler) asynq.Handler {
@@ -120,7 +122,7 @@ func (k *work) run(ctx context.Context, s *station) error {
 		k.errorf("a handler runs without a lock")
 		return nil
 	}
-	end := k.fleet.runs.start(lock.Key())
+	end := k.fleet.runs.Start(lock.Key())
 	defer end()
 	s.mu.Lock()
 	s.ends = append(s.ends, end)
@@ -163,27 +165,27 @@ func (k *work) succeeded() []string {
 
 // key returns the key of the lock that the work's tasks share.
 func (k *work) key() string {
-	k.fleet.t.Helper()
-	l, err := New(k.fleet.rdb, k.opts...)
+	k.fleet.T.Helper()
+	l, err := New(k.fleet.RDB, k.opts...)
 	if err != nil {
-		k.fleet.t.Fatal(err)
+		k.fleet.T.Fatal(err)
 	}
-	name, _ := l.Name(k.fleet.t.Context(), k.task())
+	name, _ := l.Name(k.fleet.T.Context(), k.task())
 	key, _ := l.redisKey(name)
 	return key
 }
 
 // errorf fails the test in the name of this work.
 func (k *work) errorf(format string, args ...any) {
-	k.fleet.t.Helper()
-	k.fleet.t.Errorf(k.name+": "+format, args...)
+	k.fleet.T.Helper()
+	k.fleet.T.Errorf(k.name+": "+format, args...)
 }
 
 // wantState checks what has become of tasks.
 func (k *work) wantState(want string, infos ...*asynq.TaskInfo) {
-	k.fleet.t.Helper()
+	k.fleet.T.Helper()
 	for _, info := range infos {
-		if got := k.fleet.state(info); got != want {
+		if got := k.fleet.State(info); got != want {
 			k.errorf("task %s is %s, want %s", info.ID, got, want)
 		}
 	}
@@ -191,13 +193,13 @@ func (k *work) wantState(want string, infos ...*asynq.TaskInfo) {
 
 // wantMarker checks that the done marker names this task and lapses within d.
 func (k *work) wantMarker(id string, d time.Duration) {
-	k.fleet.t.Helper()
-	value, _ := k.fleet.redis.Get(k.key())
+	k.fleet.T.Helper()
+	value, _ := k.fleet.Redis.Get(k.key())
 	h, err := decodeValue(value)
 	if err != nil || !h.Done || h.TaskID != id {
 		k.errorf("at the key: %q; want the marker of task %s", value, id)
 	}
-	if ttl := k.fleet.redis.TTL(k.key()); ttl <= 0 || ttl > d {
+	if ttl := k.fleet.Redis.TTL(k.key()); ttl <= 0 || ttl > d {
 		k.errorf("the marker lapses in %v, want within %v", ttl, d)
 	}
 }
@@ -213,18 +215,18 @@ func haveRun(n int) func(*work) bool { return func(k *work) bool { return len(k.
 // audit checks what holds whatever happened: no two runs of one key at once, one outcome for each delivery, one end for
 // each lock. Call it when all is quiet.
 func (f *fleet) audit() {
-	f.t.Helper()
-	for _, text := range f.runs.overlaps() {
-		f.t.Errorf("overlap: %s", text)
+	f.T.Helper()
+	for _, text := range f.runs.Overlaps() {
+		f.T.Errorf("overlap: %s", text)
 	}
 	for _, k := range f.works {
-		k.books.balance(f.t, k.deliveryCount())
+		k.books.balance(f.T, k.deliveryCount())
 	}
 }
 
 // nightly is what hosts with a scheduler each do: copies of every work's task arrive one after the other, at five servers.
 func (f *fleet) nightly(copies int, every time.Duration, opts ...asynq.Option) map[*work][]*asynq.TaskInfo {
-	f.t.Helper()
+	f.T.Helper()
 	infos := map[*work][]*asynq.TaskInfo{}
 	for i := range 5 {
 		f.join(fmt.Sprintf("h%d", i), asynq.Config{})
@@ -239,8 +241,8 @@ func (f *fleet) nightly(copies int, every time.Duration, opts ...asynq.Option) m
 }
 
 func TestTwentyCopiesMakeOneRun(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
-		f := &fleet{world: w}
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		f := &fleet{World: w}
 		skips := map[*work]bool{}
 		for _, test := range []struct {
 			name   string
@@ -254,12 +256,12 @@ func TestTwentyCopiesMakeOneRun(t *testing.T) {
 			{"the default, slow", Policy{}, 5 * time.Second},
 			{"Wait, slow", Wait(2 * time.Second), 5 * time.Second},
 		} {
-			k := f.add(test.name, func(ctx context.Context, _ fleetRun) error { return busy(ctx, test.work) },
+			k := f.add(test.name, func(ctx context.Context, _ fleetRun) error { return virtual.Busy(ctx, test.work) },
 				WithTTL(4*time.Second), WithDoneFor(time.Hour), WithPolicy(test.policy))
 			skips[k] = test.policy.kind == policySkip
 		}
 		infos := f.nightly(20, 200*time.Millisecond)
-		w.until(time.Minute, "all copies dealt with", func() bool { return w.drained() })
+		w.Until(time.Minute, "all copies dealt with", func() bool { return w.Drained() })
 
 		for _, k := range f.works {
 			if n := len(k.ran()); n != 1 {
@@ -278,7 +280,7 @@ func TestTwentyCopiesMakeOneRun(t *testing.T) {
 				}
 			}
 		}
-		if s := w.stats("default"); s.Failed != 0 {
+		if s := w.Stats("default"); s.Failed != 0 {
 			t.Errorf("failed %d, want none", s.Failed)
 		}
 		f.audit()
@@ -286,8 +288,8 @@ func TestTwentyCopiesMakeOneRun(t *testing.T) {
 }
 
 func TestAFailedFirstRunIsMadeUpForOnce(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
-		f := &fleet{world: w}
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		f := &fleet{World: w}
 		anError := func(context.Context) error { return errors.New("no paper") }
 		for _, test := range []struct {
 			name   string
@@ -297,18 +299,18 @@ func TestAFailedFirstRunIsMadeUpForOnce(t *testing.T) {
 			{"Skip, an error", Skip(), anError},
 			{"Retry, an error", Retry(time.Second), anError},
 			{"Retry, a panic", Retry(time.Second), func(context.Context) error { panic("on fire") }},
-			{"Retry, a timeout", Retry(time.Second), func(ctx context.Context) error { return busy(ctx, time.Hour) }},
+			{"Retry, a timeout", Retry(time.Second), func(ctx context.Context) error { return virtual.Busy(ctx, time.Hour) }},
 			{"Wait, an error", Wait(3 * time.Second), anError},
 		} {
 			f.add(test.name, func(ctx context.Context, j fleetRun) error {
-				if err := busy(ctx, 2*time.Second); err != nil || j.nth > 1 {
+				if err := virtual.Busy(ctx, 2*time.Second); err != nil || j.nth > 1 {
 					return err
 				}
 				return test.fail(ctx)
 			}, WithTTL(6*time.Second), WithDoneFor(time.Hour), WithPolicy(test.policy))
 		}
 		infos := f.nightly(10, 300*time.Millisecond, asynq.Timeout(5*time.Second))
-		w.until(time.Minute, "all copies dealt with", func() bool { return w.drained() })
+		w.Until(time.Minute, "all copies dealt with", func() bool { return w.Drained() })
 
 		for _, k := range f.works {
 			if n, won := len(k.ran()), k.succeeded(); n != 2 || len(won) != 1 {
@@ -318,7 +320,7 @@ func TestAFailedFirstRunIsMadeUpForOnce(t *testing.T) {
 			k.wantState("gone", infos[k]...)
 			k.wantMarker(k.succeeded()[0], time.Hour)
 		}
-		if s := w.stats("default"); s.Failed != len(f.works) {
+		if s := w.Stats("default"); s.Failed != len(f.works) {
 			t.Errorf("failed %d, want only the %d runs that did", s.Failed, len(f.works))
 		}
 		f.audit()
@@ -326,8 +328,8 @@ func TestAFailedFirstRunIsMadeUpForOnce(t *testing.T) {
 }
 
 func TestACopyDoesTheWorkOfATaskThatFailsForGood(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
-		f := &fleet{world: w}
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		f := &fleet{World: w}
 		noPaper := errors.New("no paper")
 		attempts := map[*work]asynq.Option{}
 		for _, test := range []struct {
@@ -342,7 +344,7 @@ func TestACopyDoesTheWorkOfATaskThatFailsForGood(t *testing.T) {
 			{"Wait, no attempt left", Wait(3 * time.Second), 0, noPaper},
 		} {
 			k := f.add(test.name, func(ctx context.Context, j fleetRun) error {
-				if err := busy(ctx, 3*time.Second); err != nil || j.nth > 1 {
+				if err := virtual.Busy(ctx, 3*time.Second); err != nil || j.nth > 1 {
 					return err
 				}
 				return test.err
@@ -359,7 +361,7 @@ func TestACopyDoesTheWorkOfATaskThatFailsForGood(t *testing.T) {
 			}
 			time.Sleep(200 * time.Millisecond)
 		}
-		w.until(time.Minute, "all copies dealt with", func() bool { return w.drained() })
+		w.Until(time.Minute, "all copies dealt with", func() bool { return w.Drained() })
 
 		for _, k := range f.works {
 			ran := k.ran()
@@ -390,19 +392,19 @@ func TestACopyDoesTheWorkOfATaskThatFailsForGood(t *testing.T) {
 
 // This is what doc.go says of Skip's price, and why it is not the default where WithDoneFor is.
 func TestSkipTakesTheCopiesAlong(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
-		f := &fleet{world: w}
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		f := &fleet{World: w}
 		k := f.add("report", func(ctx context.Context, _ fleetRun) error {
-			_ = busy(ctx, 5*time.Second) // longer than it takes all copies to arrive
+			_ = virtual.Busy(ctx, 5*time.Second) // longer than it takes all copies to arrive
 			return asynq.SkipRetry
 		}, WithDoneFor(time.Hour), WithPolicy(Skip()))
 		f.nightly(20, 200*time.Millisecond)
-		w.until(time.Minute, "all copies dealt with", func() bool { return w.drained() })
+		w.Until(time.Minute, "all copies dealt with", func() bool { return w.Drained() })
 
-		if s := w.stats("default"); len(k.ran()) != 1 || s.Archived != 1 || k.books.count(EventSkipped) != 19 {
+		if s := w.Stats("default"); len(k.ran()) != 1 || s.Archived != 1 || k.books.count(EventSkipped) != 19 {
 			t.Errorf("%d runs, %d archived, %s; want nothing left but the task that failed", len(k.ran()), s.Archived, &k.books)
 		}
-		if w.redis.Exists(k.key()) {
+		if w.Redis.Exists(k.key()) {
 			t.Error("a failed run left something at the key")
 		}
 		f.audit()
@@ -410,14 +412,14 @@ func TestSkipTakesTheCopiesAlong(t *testing.T) {
 }
 
 func TestAKilledHostsWorkIsDoneOnce(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
-		f := &fleet{world: w}
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		f := &fleet{World: w}
 		do := func(ctx context.Context, j fleetRun) error {
 			if j.nth == 1 {
-				<-w.over
+				<-w.Over
 				return errors.New("nobody hears of this")
 			}
-			return busy(ctx, 2*time.Second)
+			return virtual.Busy(ctx, 2*time.Second)
 		}
 		opts := Options(WithTTL(6*time.Second), WithDoneFor(time.Hour))
 		// With these two a copy takes over; Skip has dropped the copies, and asynq recovers the task itself.
@@ -430,7 +432,7 @@ func TestAKilledHostsWorkIsDoneOnce(t *testing.T) {
 		for _, k := range f.works {
 			infos[k] = append(infos[k], k.enqueue())
 		}
-		w.until(5*time.Second, "all at work", func() bool { return len(retry.ran())+len(wait.ran())+len(skip.ran()) == 3 })
+		w.Until(5*time.Second, "all at work", func() bool { return len(retry.ran())+len(wait.ran())+len(skip.ran()) == 3 })
 		f.join("a", asynq.Config{})
 		f.join("b", asynq.Config{})
 		for _, k := range f.works {
@@ -438,14 +440,14 @@ func TestAKilledHostsWorkIsDoneOnce(t *testing.T) {
 				infos[k] = append(infos[k], k.enqueue())
 			}
 		}
-		w.until(10*time.Second, "copies skipped", func() bool { return skip.books.count(EventSkipped) == 10 })
+		w.Until(10*time.Second, "copies skipped", func() bool { return skip.books.count(EventSkipped) == 10 })
 		doomed.kill()
 
 		time.Sleep(6*time.Second + 6*time.Second) // the key lapses, and the copies come back
 		if len(retry.succeeded()) != 1 || len(wait.succeeded()) != 1 {
 			t.Errorf("good runs by copies: %v with Retry, %v with Wait; want one each", retry.succeeded(), wait.succeeded())
 		}
-		w.until(3*time.Minute, "everything dealt with", func() bool { return w.drained() })
+		w.Until(3*time.Minute, "everything dealt with", func() bool { return w.Drained() })
 		for _, k := range f.works {
 			k.wantState("gone", infos[k]...)
 			ran, won := k.ran(), k.succeeded()
@@ -458,16 +460,16 @@ func TestAKilledHostsWorkIsDoneOnce(t *testing.T) {
 				k.errorf("the work was done by the recovered task: %v", byItself)
 			}
 		}
-		if got := f.runs.overlaps(); len(got) > 0 {
+		if got := f.runs.Overlaps(); len(got) > 0 {
 			t.Errorf("overlaps: %q", got)
 		}
 	})
 }
 
 func TestTheMarkerEndsWithItsTime(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
-		f := &fleet{world: w}
-		k := f.add("report", func(ctx context.Context, _ fleetRun) error { return busy(ctx, 50*time.Millisecond) },
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		f := &fleet{World: w}
+		k := f.add("report", func(ctx context.Context, _ fleetRun) error { return virtual.Busy(ctx, 50*time.Millisecond) },
 			WithDoneFor(30*time.Second))
 		f.join("a", asynq.Config{})
 		for night := 1; night <= 3; night++ {
@@ -487,21 +489,21 @@ func TestTheMarkerEndsWithItsTime(t *testing.T) {
 }
 
 func TestDifferentReportsDoNotWaitForEachOther(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
-		f := &fleet{world: w}
-		k := f.add("report", func(ctx context.Context, _ fleetRun) error { return busy(ctx, 3*time.Second) }, WithDoneFor(time.Hour))
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		f := &fleet{World: w}
+		k := f.add("report", func(ctx context.Context, _ fleetRun) error { return virtual.Busy(ctx, 3*time.Second) }, WithDoneFor(time.Hour))
 		f.join("a", asynq.Config{})
 		f.join("b", asynq.Config{})
 		for range 3 {
 			for tenant := range 6 {
-				w.enqueue(asynq.NewTask(k.taskType(), fmt.Append(nil, tenant)))
+				w.Enqueue(asynq.NewTask(k.taskType(), fmt.Append(nil, tenant)))
 			}
 		}
 		time.Sleep(5 * time.Second)
 		if n := len(k.succeeded()); n != 6 {
 			t.Errorf("after 5 s, %d of 6 reports of 3 s are made", n)
 		}
-		w.until(time.Minute, "all copies dealt with", func() bool { return w.drained() })
+		w.Until(time.Minute, "all copies dealt with", func() bool { return w.Drained() })
 		if n := len(k.ran()); n != 6 {
 			t.Errorf("%d runs, want 6", n)
 		}

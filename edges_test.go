@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"example.com/redislock/internal/virtual"
+
 	"github.com/hibiken/asynq"
 )
 
@@ -32,39 +34,39 @@ func occupy(t *testing.T, l *Locker, task *asynq.Task) (free func()) {
 }
 
 func TestWaitKeepsClearOfTheTasksOwnDeadline(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		h := w.host("host")
-		l := h.locker(&b, WithPolicy(Wait(time.Minute)), WithKey(ByType))
+		h := w.Host("host")
+		l := locker(h, &b, WithPolicy(Wait(time.Minute)), WithKey(ByType))
 		free := occupy(t, l, asynq.NewTask("x", nil))
-		h.serve(ServerConfig(asynq.Config{}), l.Middleware(noWork))
-		short := w.enqueue(asynq.NewTask("x", nil), asynq.Timeout(10*time.Second), asynq.MaxRetry(3))
+		h.Serve(ServerConfig(asynq.Config{}), l.Middleware(noWork))
+		short := w.Enqueue(asynq.NewTask("x", nil), asynq.Timeout(10*time.Second), asynq.MaxRetry(3))
 		time.Sleep(2 * time.Minute)
-		if info := w.task(short); info == nil || info.Retried != 0 || w.stats("default").Failed != 0 {
+		if info := w.Task(short); info == nil || info.Retried != 0 || w.Stats("default").Failed != 0 {
 			t.Errorf("contention was counted: %+v", info)
 		}
 		free()
-		w.until(2*time.Minute, "the task has run", func() bool { return w.state(short) == "gone" })
+		w.Until(2*time.Minute, "the task has run", func() bool { return w.State(short) == "gone" })
 	})
 }
 
 func TestShutdownReturnsAfterTheOutcomeIsTold(t *testing.T) {
 	for name, opts := range map[string]Option{"under a lock": Options(), "without one": WithFailOpen()} {
 		t.Run(name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var b books
-				h := w.host("host")
-				l := h.locker(&books{}, opts, WithObserver(func(ctx context.Context, e Event) {
+				h := w.Host("host")
+				l := locker(h, &books{}, opts, WithObserver(func(ctx context.Context, e Event) {
 					if e.Kind == EventRan {
 						time.Sleep(time.Second)
 					}
 					b.observe(ctx, e)
 				}))
 				if name == "without one" {
-					h.lockLink.cut()
+					h.LockLink.Cut()
 				}
 				began := make(chan struct{})
-				w.spawn(func() {
+				w.Spawn(func() {
 					_ = l.Middleware(asynq.HandlerFunc(func(context.Context, *asynq.Task) error {
 						close(began)
 						time.Sleep(10 * time.Second)
@@ -82,22 +84,22 @@ func TestShutdownReturnsAfterTheOutcomeIsTold(t *testing.T) {
 }
 
 func TestNoLockIsHandedOutOnceShutdownHasStoppedWaiting(t *testing.T) {
-	for name, slowly := range map[string]func(*host){
-		"the acquire is slow":  func(h *host) { h.lockLink.next("SET").delay(2 * time.Second) },
-		"the observer is slow": func(*host) {},
+	for name, slowly := range map[string]func(*virtual.Host){
+		"the acquire is slow":  func(h *virtual.Host) { h.LockLink.Next("SET").Delay(2 * time.Second) },
+		"the observer is slow": func(*virtual.Host) {},
 	} {
 		t.Run(name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var b books
-				h := w.host("host")
+				h := w.Host("host")
 				slowly(h)
-				l := h.locker(&b, WithObserver(func(_ context.Context, e Event) {
+				l := locker(h, &b, WithObserver(func(_ context.Context, e Event) {
 					if e.Kind == EventAcquired && name == "the observer is slow" {
 						time.Sleep(2 * time.Second)
 					}
 				}))
 				result := make(chan error, 1)
-				w.spawn(func() {
+				w.Spawn(func() {
 					result <- l.Do(context.Background(), "late", func(context.Context) error {
 						t.Error("it runs after Shutdown has returned")
 						return nil
@@ -115,7 +117,7 @@ func TestNoLockIsHandedOutOnceShutdownHasStoppedWaiting(t *testing.T) {
 				if err := l.Shutdown(t.Context()); err != nil {
 					t.Error(err)
 				}
-				if w.redis.Exists("redislock:{late}") {
+				if w.Redis.Exists("redislock:{late}") {
 					t.Error("the key is left")
 				}
 				b.balance(t, 0)
@@ -134,11 +136,11 @@ func TestATaskThatAnInnerLockDropsLeavesNoMarkerAtTheOuter(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var b books
-				h := w.host("host")
-				outer := h.locker(&b, WithDoneFor(time.Hour))
-				inner := h.locker(&b, WithKey(ByType), WithPolicy(Skip()), WithKeyPrefix("inner:"))
+				h := w.Host("host")
+				outer := locker(h, &b, WithDoneFor(time.Hour))
+				inner := locker(h, &b, WithKey(ByType), WithPolicy(Skip()), WithKeyPrefix("inner:"))
 				ran := 0
 				handler := around(outer, inner.Middleware(asynq.HandlerFunc(func(context.Context, *asynq.Task) error {
 					ran++
@@ -164,13 +166,13 @@ func TestATaskThatAnInnerLockDropsLeavesNoMarkerAtTheOuter(t *testing.T) {
 }
 
 func TestALockFreedDuringATryIsNotSleptThrough(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		h := w.host("host")
-		l := h.locker(&b, WithPolicy(Wait(time.Minute)), WithKey(ByType))
+		h := w.Host("host")
+		l := locker(h, &b, WithPolicy(Wait(time.Minute)), WithKey(ByType))
 		free := occupy(t, l, asynq.NewTask("x", nil))
 		ran := make(chan struct{})
-		w.spawn(func() {
+		w.Spawn(func() {
 			_ = l.Middleware(asynq.HandlerFunc(func(context.Context, *asynq.Task) error {
 				close(ran)
 				return nil
@@ -178,7 +180,7 @@ func TestALockFreedDuringATryIsNotSleptThrough(t *testing.T) {
 		})
 		time.Sleep(20 * time.Second)
 		freed := make(chan time.Time, 1)
-		h.lockLink.next("SET").after(func() {
+		h.LockLink.Next("SET").After(func() {
 			free()
 			freed <- time.Now()
 		})
@@ -191,11 +193,11 @@ func TestALockFreedDuringATryIsNotSleptThrough(t *testing.T) {
 }
 
 func TestAnEventNamesThePanicAndNotTheOutage(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		h := w.host("host")
-		l := h.locker(&b, WithFailOpen())
-		h.lockLink.cut()
+		h := w.Host("host")
+		l := locker(h, &b, WithFailOpen())
+		h.LockLink.Cut()
 		func() {
 			defer func() { _ = recover() }()
 			_ = l.Middleware(asynq.HandlerFunc(func(context.Context, *asynq.Task) error { panic("on purpose") })).
@@ -208,16 +210,16 @@ func TestAnEventNamesThePanicAndNotTheOutage(t *testing.T) {
 }
 
 func TestAPolicyFuncThatRevokesDropsTheTask(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		h := w.host("host")
-		l := h.locker(&b, WithKey(ByType), WithPolicy(PolicyFunc(func(_ context.Context, _ *asynq.Task, held *HeldError) error {
+		h := w.Host("host")
+		l := locker(h, &b, WithKey(ByType), WithPolicy(PolicyFunc(func(_ context.Context, _ *asynq.Task, held *HeldError) error {
 			return fmt.Errorf("not now: %w: %w", held, asynq.RevokeTask)
 		})))
 		defer occupy(t, l, asynq.NewTask("x", nil))()
-		h.serve(ServerConfig(asynq.Config{}), l.Middleware(noWork))
-		task := w.enqueue(asynq.NewTask("x", nil))
-		w.until(time.Minute, "the task is gone", func() bool { return w.state(task) == "gone" })
+		h.Serve(ServerConfig(asynq.Config{}), l.Middleware(noWork))
+		task := w.Enqueue(asynq.NewTask("x", nil))
+		w.Until(time.Minute, "the task is gone", func() bool { return w.State(task) == "gone" })
 		if b.count(EventSkipped) != 1 {
 			t.Error(&b)
 		}
@@ -225,24 +227,24 @@ func TestAPolicyFuncThatRevokesDropsTheTask(t *testing.T) {
 }
 
 func TestAnArchivedTaskDoesNotSayRetry(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		h := w.host("host")
-		l := h.locker(&b, WithKey(ByType))
+		h := w.Host("host")
+		l := locker(h, &b, WithKey(ByType))
 		defer occupy(t, l, asynq.NewTask("x", nil))()
-		h.serve(ServerConfig(asynq.Config{}), l.Middleware(noWork))
-		task := w.enqueue(asynq.NewTask("x", nil), asynq.MaxRetry(0), asynq.Timeout(5*time.Second))
-		w.until(time.Minute, "the task is archived", func() bool { return w.state(task) == "archived" })
-		if text := w.task(task).LastErr; !strings.Contains(text, "held by") || strings.Contains(text, "retry in") {
+		h.Serve(ServerConfig(asynq.Config{}), l.Middleware(noWork))
+		task := w.Enqueue(asynq.NewTask("x", nil), asynq.MaxRetry(0), asynq.Timeout(5*time.Second))
+		w.Until(time.Minute, "the task is archived", func() bool { return w.State(task) == "archived" })
+		if text := w.Task(task).LastErr; !strings.Contains(text, "held by") || strings.Contains(text, "retry in") {
 			t.Errorf("last error %q", text)
 		}
 	})
 }
 
 func TestReleaseReturnsTheSameWhateverItsContext(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		lock, err := w.host("host").locker(&b).TryAcquire(t.Context(), "x")
+		lock, err := locker(w.Host("host"), &b).TryAcquire(t.Context(), "x")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -260,25 +262,25 @@ func TestReleaseReturnsTheSameWhateverItsContext(t *testing.T) {
 }
 
 func TestTheLogKeepsAHandlersOwnWords(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		l := w.host("host").locker(&b)
-		if err := w.redis.Set("redislock:{y}", "redislock/2 of the future"); err != nil {
+		l := locker(w.Host("host"), &b)
+		if err := w.Redis.Set("redislock:{y}", "redislock/2 of the future"); err != nil {
 			t.Fatal(err)
 		}
 		_ = l.Middleware(asynq.HandlerFunc(func(ctx context.Context, _ *asynq.Task) error {
 			return fmt.Errorf("step two: %w", l.Do(ctx, "y", func(context.Context) error { return nil }))
 		})).ProcessTask(t.Context(), asynq.NewTask("x", nil))
-		if !w.logged("step two") {
+		if !w.Logged("step two") {
 			t.Error("the handler's error is not in the log")
 		}
 	})
 }
 
 func TestALongWaitIsInTheAcquiredEvent(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		l := w.host("host").locker(&b, WithPolicy(Wait(time.Minute)), WithKey(ByType))
+		l := locker(w.Host("host"), &b, WithPolicy(Wait(time.Minute)), WithKey(ByType))
 		time.AfterFunc(10*time.Second, occupy(t, l, asynq.NewTask("x", nil)))
 		if err := l.Middleware(noWork).ProcessTask(t.Context(), asynq.NewTask("x", nil)); err != nil {
 			t.Error(err)
@@ -301,9 +303,9 @@ func TestAVeryLongRetryDelayDoesNotOverflow(t *testing.T) {
 }
 
 func TestALossIsToldBeforeTheOutcome(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		l := w.host("host").locker(&books{}, WithObserver(func(ctx context.Context, e Event) {
+		l := locker(w.Host("host"), &books{}, WithObserver(func(ctx context.Context, e Event) {
 			if e.Kind == EventLost {
 				time.Sleep(time.Second) // and the handler does not wait for that
 			}
@@ -311,7 +313,7 @@ func TestALossIsToldBeforeTheOutcome(t *testing.T) {
 		}))
 		_ = l.Middleware(asynq.HandlerFunc(func(ctx context.Context, _ *asynq.Task) error {
 			lock, _ := FromContext(ctx)
-			w.redis.Del(lock.Key())
+			w.Redis.Del(lock.Key())
 			<-ctx.Done()
 			return context.Cause(ctx)
 		})).ProcessTask(t.Context(), asynq.NewTask("x", nil))
@@ -323,16 +325,16 @@ func TestALossIsToldBeforeTheOutcome(t *testing.T) {
 }
 
 func TestTheBooksBalanceWhenShutdownDoesNotWaitForARelease(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		h := w.host("host")
-		l := h.locker(&b)
+		h := w.Host("host")
+		l := locker(h, &b)
 		lock, err := l.TryAcquire(t.Context(), "x")
 		if err != nil {
 			t.Fatal(err)
 		}
-		h.lockLink.next("EVALSHA").swallowReply()
-		w.spawn(func() { _ = lock.Release(context.Background()) })
+		h.LockLink.Next("EVALSHA").SwallowReply()
+		w.Spawn(func() { _ = lock.Release(context.Background()) })
 		time.Sleep(100 * time.Millisecond)
 		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 		defer cancel()

@@ -12,6 +12,8 @@ import (
 	"testing"
 	"time"
 
+	"example.com/redislock/internal/virtual"
+
 	"github.com/hibiken/asynq"
 	"github.com/redis/go-redis/v9"
 )
@@ -30,17 +32,17 @@ var endings = []func() error{
 // servers, ten thousand through the same middleware without them, since their scripts are slow in virtual time.
 func TestTenThousandTasksLeaveNothingBehind(t *testing.T) {
 	t.Run("delivered by asynq", func(t *testing.T) {
-		leaveNothingBehind(t, 1_000, func(w *world, h *host, handler asynq.Handler) func(*asynq.Task) {
+		leaveNothingBehind(t, 1_000, func(w *virtual.World, h *virtual.Host, handler asynq.Handler) func(*asynq.Task) {
 			mux := asynq.NewServeMux()
 			mux.Handle("work:", handler)
-			h.serve(ServerConfig(asynq.Config{Concurrency: 50, LogLevel: asynq.FatalLevel}), mux)
-			return func(task *asynq.Task) { w.enqueue(task, asynq.MaxRetry(0), asynq.Timeout(10*time.Minute)) }
+			h.Serve(ServerConfig(asynq.Config{Concurrency: 50, LogLevel: asynq.FatalLevel}), mux)
+			return func(task *asynq.Task) { w.Enqueue(task, asynq.MaxRetry(0), asynq.Timeout(10*time.Minute)) }
 		})
 	})
 	t.Run("handed over directly", func(t *testing.T) {
-		leaveNothingBehind(t, 10_000, func(w *world, h *host, handler asynq.Handler) func(*asynq.Task) {
+		leaveNothingBehind(t, 10_000, func(w *virtual.World, h *virtual.Host, handler asynq.Handler) func(*asynq.Task) {
 			return func(task *asynq.Task) {
-				w.spawn(func() {
+				w.Spawn(func() {
 					defer func() { _ = recover() }()
 					var held *HeldError
 					for errors.As(handler.ProcessTask(context.Background(), task), &held) {
@@ -52,19 +54,19 @@ func TestTenThousandTasksLeaveNothingBehind(t *testing.T) {
 	})
 }
 
-func leaveNothingBehind(t *testing.T, tasks int, deliverBy func(*world, *host, asynq.Handler) func(*asynq.Task)) {
+func leaveNothingBehind(t *testing.T, tasks int, deliverBy func(*virtual.World, *virtual.Host, asynq.Handler) func(*asynq.Task)) {
 	const (
 		hosts  = 4
 		batch  = 200 // at once; miniredis slows down with many keys
 		window = time.Minute
 	)
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var (
 			b         books
 			seen      atomic.Int64 // by the middleware
 			lockers   []*Locker
 			deliver   []func(*asynq.Task)
-			links     []*link
+			links     []*virtual.Link
 			mu        sync.Mutex
 			succeeded = map[string]bool{}
 		)
@@ -81,21 +83,21 @@ func leaveNothingBehind(t *testing.T, tasks int, deliverBy func(*world, *host, a
 			return err
 		})
 		for i := range hosts {
-			h := w.host(fmt.Sprintf("host%d", i))
-			l := h.locker(&b, WithDoneFor(window), WithPolicy(Retry(10*time.Second)), WithLogger(slog.New(slog.DiscardHandler)))
+			h := w.Host(fmt.Sprintf("host%d", i))
+			l := locker(h, &b, WithDoneFor(window), WithPolicy(Retry(10*time.Second)), WithLogger(slog.New(slog.DiscardHandler)))
 			locked := l.Middleware(work)
-			lockers, links = append(lockers, l), append(links, h.lockLink)
+			lockers, links = append(lockers, l), append(links, h.LockLink)
 			deliver = append(deliver, deliverBy(w, h, asynq.HandlerFunc(func(ctx context.Context, task *asynq.Task) error {
 				seen.Add(1)
 				return locked.ProcessTask(ctx, task)
 			})))
 		}
 		for _, script := range []*redis.Script{extendScript, releaseScript, doneScript} {
-			script.Load(t.Context(), w.rdb) // so that a release is one command
+			script.Load(t.Context(), w.RDB) // so that a release is one command
 		}
 
 		settled := func() bool {
-			return int64(b.count(EventRan, EventDone, EventRequeued)) == seen.Load() && w.drained()
+			return int64(b.count(EventRan, EventDone, EventRequeued)) == seen.Load() && w.Drained()
 		}
 		for n, delivered := 0, 0; delivered < tasks; n++ {
 			copies := 1
@@ -107,9 +109,9 @@ func leaveNothingBehind(t *testing.T, tasks int, deliverBy func(*world, *host, a
 			}
 			delivered += copies
 			if n%batch == 0 || delivered >= tasks {
-				w.until(time.Hour, "all tasks are settled", settled)
+				w.Until(time.Hour, "all tasks are settled", settled)
 				time.Sleep(20 * time.Second) // those that were put back
-				w.until(time.Hour, "all tasks are settled", settled)
+				w.Until(time.Hour, "all tasks are settled", settled)
 			}
 		}
 		time.Sleep(5 * time.Second)
@@ -120,12 +122,12 @@ func leaveNothingBehind(t *testing.T, tasks int, deliverBy func(*world, *host, a
 			}
 		}
 
-		for _, key := range w.redis.Keys() {
+		for _, key := range w.Redis.Keys() {
 			if !strings.HasPrefix(key, defaultPrefix) {
 				continue
 			}
-			value, _ := w.redis.Get(key)
-			if holder, _ := decodeValue(value); !holder.Done || !succeeded[key] || w.redis.TTL(key) <= 0 {
+			value, _ := w.Redis.Get(key)
+			if holder, _ := decodeValue(value); !holder.Done || !succeeded[key] || w.Redis.TTL(key) <= 0 {
 				t.Errorf("key left: %s = %s", key, value)
 			}
 		}
@@ -137,15 +139,15 @@ func leaveNothingBehind(t *testing.T, tasks int, deliverBy func(*world, *host, a
 		// Each lock's value has its token, so its commands can be told from those of the next lock of the same key.
 		for _, link := range links {
 			released := map[string]bool{}
-			for _, c := range link.sent("") {
-				value := slices.IndexFunc(c.args, func(arg string) bool { return strings.HasPrefix(arg, valueVersion) })
+			for _, c := range link.Sent("") {
+				value := slices.IndexFunc(c.Args, func(arg string) bool { return strings.HasPrefix(arg, valueVersion) })
 				if value < 0 {
 					continue
 				}
-				if released[c.args[value]] {
+				if released[c.Args[value]] {
 					t.Fatalf("a command after the release: %s", c)
 				}
-				released[c.args[value]] = c.script == releaseScript.Hash() || c.script == doneScript.Hash()
+				released[c.Args[value]] = c.Script == releaseScript.Hash() || c.Script == doneScript.Hash()
 			}
 			if len(released) == 0 {
 				t.Error("no command was recorded")

@@ -17,6 +17,8 @@ import (
 	"unicode/utf16"
 	"unicode/utf8"
 
+	"example.com/redislock/internal/virtual"
+
 	"github.com/hibiken/asynq"
 )
 
@@ -64,13 +66,13 @@ func mustPanic(t testing.TB, f func()) (text string) {
 // handlerContext is the context in which an asynq server handles a task from that queue.
 func handlerContext(t *testing.T, queue, id string) (ctx context.Context) {
 	t.Helper()
-	virtual(t, func(t *testing.T, w *world) {
-		w.host("h").serve(asynq.Config{Queues: map[string]int{queue: 1}}, asynq.HandlerFunc(func(c context.Context, _ *asynq.Task) error {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		w.Host("h").Serve(asynq.Config{Queues: map[string]int{queue: 1}}, asynq.HandlerFunc(func(c context.Context, _ *asynq.Task) error {
 			ctx = context.WithoutCancel(c)
 			return nil
 		}))
-		w.enqueue(asynq.NewTask("report", nil), asynq.Queue(queue), asynq.TaskID(id))
-		w.until(10*time.Second, "the task done", func() bool { return w.drained(queue) })
+		w.Enqueue(asynq.NewTask("report", nil), asynq.Queue(queue), asynq.TaskID(id))
+		w.Until(10*time.Second, "the task done", func() bool { return w.Drained(queue) })
 	})
 	return ctx
 }

@@ -8,30 +8,32 @@ import (
 	"testing"
 	"time"
 
+	"example.com/redislock/internal/virtual"
+
 	"github.com/hibiken/asynq"
 )
 
 // hold takes the work's lock from a host without trouble, as somebody outside of any task, until the function it returns
 // is called.
 func (k *work) hold() (release func()) {
-	w := k.fleet.world
-	w.t.Helper()
-	l, err := New(w.rdb, Options(k.opts...))
+	w := k.fleet.World
+	w.T.Helper()
+	l, err := New(w.RDB, Options(k.opts...))
 	if err != nil {
-		w.t.Fatal(err)
+		w.T.Fatal(err)
 	}
-	name, err := l.Name(w.t.Context(), k.task())
+	name, err := l.Name(w.T.Context(), k.task())
 	if err != nil {
-		w.t.Fatal(err)
+		w.T.Fatal(err)
 	}
-	lock, err := l.TryAcquire(w.t.Context(), name)
+	lock, err := l.TryAcquire(w.T.Context(), name)
 	if err != nil {
-		w.t.Fatal(err)
+		w.T.Fatal(err)
 	}
-	w.atEnd(func() { _ = lock.Release(context.Background()) })
+	w.AtEnd(func() { _ = lock.Release(context.Background()) })
 	return func() {
-		w.t.Helper()
-		if err := lock.Release(w.t.Context()); err != nil {
+		w.T.Helper()
+		if err := lock.Release(w.T.Context()); err != nil {
 			k.errorf("release: %v", err)
 		}
 	}
@@ -51,8 +53,8 @@ func putBack() []policyCase {
 }
 
 func TestALastAttemptWaitsInPlaceForItsLock(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
-		f := &fleet{world: w}
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		f := &fleet{World: w}
 		waits := map[*work]int{}
 		for _, p := range putBack() {
 			for _, failures := range []int{0, 2} {
@@ -75,13 +77,13 @@ func TestALastAttemptWaitsInPlaceForItsLock(t *testing.T) {
 			infos[k] = k.enqueue(asynq.MaxRetry(waits[k]))
 		}
 		// Those that may fail twice do so, one second after the other, and meet the lock then.
-		f.until(10*time.Second, "failures", func() bool { return f.all(func(k *work) bool { return len(k.ran()) == waits[k] }) })
+		f.Until(10*time.Second, "failures", func() bool { return f.all(func(k *work) bool { return len(k.ran()) == waits[k] }) })
 		for _, k := range f.works {
 			if waits[k] > 0 {
 				releases[k] = k.hold()
 			}
 		}
-		f.until(10*time.Second, "last attempts", func() bool { return f.all(func(k *work) bool { return k.deliveryCount() > waits[k] }) })
+		f.Until(10*time.Second, "last attempts", func() bool { return f.all(func(k *work) bool { return k.deliveryCount() > waits[k] }) })
 		time.Sleep(10 * time.Second)
 		for _, k := range f.works {
 			k.wantState("active", infos[k])
@@ -91,7 +93,7 @@ func TestALastAttemptWaitsInPlaceForItsLock(t *testing.T) {
 			if n := k.deliveryCount(); n != waits[k]+1 {
 				k.errorf("delivered %d times, want %d: it stays where it is", n, waits[k]+1)
 			}
-			if now := w.task(infos[k]); now == nil || now.Retried != waits[k] {
+			if now := w.Task(infos[k]); now == nil || now.Retried != waits[k] {
 				k.errorf("task %+v, want it retried %d times", now, waits[k])
 			}
 		}
@@ -113,8 +115,8 @@ func TestALastAttemptWaitsInPlaceForItsLock(t *testing.T) {
 }
 
 func TestALastAttemptGivesUpShortlyBeforeItsDeadline(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
-		f := &fleet{world: w}
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		f := &fleet{World: w}
 		type limits struct {
 			timeout, waits time.Duration
 		}
@@ -150,7 +152,7 @@ func TestALastAttemptGivesUpShortlyBeforeItsDeadline(t *testing.T) {
 			if off := outcome[0].Waited - tests[k].waits; off < 0 || off > 10*time.Millisecond {
 				k.errorf("waited %v, want %v", outcome[0].Waited, tests[k].waits)
 			}
-			if now := w.task(infos[k]); now == nil || now.State != asynq.TaskStateArchived || now.LastErr != outcome[0].Err.Error() {
+			if now := w.Task(infos[k]); now == nil || now.State != asynq.TaskStateArchived || now.LastErr != outcome[0].Err.Error() {
 				k.errorf("task: %+v, want it in the archive with the reason", now)
 			}
 			if len(k.ran()) > 0 {
@@ -162,20 +164,20 @@ func TestALastAttemptGivesUpShortlyBeforeItsDeadline(t *testing.T) {
 }
 
 func TestALastAttemptSitsOutAnOutage(t *testing.T) {
-	for name, trouble := range map[string]func(*link){
-		"cut":     (*link).cut,
-		"hang":    (*link).hang,
-		"loading": func(l *link) { l.every("SET").refuse("LOADING Redis is loading the dataset in memory") },
+	for name, trouble := range map[string]func(*virtual.Link){
+		"cut":     (*virtual.Link).Cut,
+		"hang":    (*virtual.Link).Hang,
+		"loading": func(l *virtual.Link) { l.Every("SET").Refuse("LOADING Redis is loading the dataset in memory") },
 	} {
 		t.Run(name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
-				f := &fleet{world: w}
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
+				f := &fleet{World: w}
 				infos := map[*work]*asynq.TaskInfo{}
 				for _, p := range []policyCase{{"Skip", Skip()}, {"Archive", Archive()}, putBack()[0], putBack()[2], putBack()[4]} {
 					f.add(p.name, func(context.Context, fleetRun) error { return nil }, WithTTL(4*time.Second), WithPolicy(p.policy))
 				}
 				a := f.join("a", asynq.Config{})
-				trouble(a.lockLink)
+				trouble(a.LockLink)
 				for _, k := range f.works {
 					infos[k] = k.enqueue(asynq.MaxRetry(0))
 				}
@@ -183,8 +185,8 @@ func TestALastAttemptSitsOutAnOutage(t *testing.T) {
 				for _, k := range f.works {
 					k.wantState("active", infos[k])
 				}
-				a.lockLink.heal()
-				f.until(5*time.Second, "all done", func() bool { return w.drained() })
+				a.LockLink.Heal()
+				f.Until(5*time.Second, "all done", func() bool { return w.Drained() })
 				for _, k := range f.works {
 					k.wantState("gone", infos[k])
 					if len(k.ran()) != 1 || k.deliveryCount() != 1 {
@@ -199,21 +201,21 @@ func TestALastAttemptSitsOutAnOutage(t *testing.T) {
 
 // All of them wait where they are: doc.go says that they can fill a worker.
 func TestManyLastAttemptsRunOneAfterTheOther(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
-		f := &fleet{world: w}
-		k := f.add("work", func(ctx context.Context, _ fleetRun) error { return busy(ctx, time.Second) }, WithKey(ByType), WithTTL(4*time.Second))
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		f := &fleet{World: w}
+		k := f.add("work", func(ctx context.Context, _ fleetRun) error { return virtual.Busy(ctx, time.Second) }, WithKey(ByType), WithTTL(4*time.Second))
 		f.join("a", asynq.Config{Concurrency: 4})
 		f.join("b", asynq.Config{Concurrency: 4})
 		var infos []*asynq.TaskInfo
 		for i := range 20 {
-			infos = append(infos, w.enqueue(asynq.NewTask(k.taskType(), fmt.Append(nil, i)), asynq.MaxRetry(0)))
+			infos = append(infos, w.Enqueue(asynq.NewTask(k.taskType(), fmt.Append(nil, i)), asynq.MaxRetry(0)))
 		}
-		w.until(time.Minute, "all done", func() bool { return w.drained() })
+		w.Until(time.Minute, "all done", func() bool { return w.Drained() })
 		k.wantState("gone", infos...)
 		if len(k.ran()) != 20 || k.deliveryCount() != 20 {
 			t.Errorf("%d runs, %d deliveries, want 20 each: %s", len(k.ran()), k.deliveryCount(), &k.books)
 		}
-		if took := w.elapsed(); took > 30*time.Second {
+		if took := w.Elapsed(); took > 30*time.Second {
 			t.Errorf("20 runs of a second took %v", took)
 		}
 		f.audit()
@@ -222,8 +224,8 @@ func TestManyLastAttemptsRunOneAfterTheOther(t *testing.T) {
 
 // Where the policy would do the same on any attempt, there is nothing to wait for.
 func TestALastAttemptThatNeedNotWaitDoesNot(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
-		f := &fleet{world: w}
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		f := &fleet{World: w}
 		decide := func(err error) Policy {
 			return PolicyFunc(func(context.Context, *asynq.Task, *HeldError) error { return err })
 		}
@@ -251,7 +253,7 @@ func TestALastAttemptThatNeedNotWaitDoesNot(t *testing.T) {
 		}
 		done := f.add("a done marker", func(context.Context, fleetRun) error { return nil }, WithDoneFor(time.Hour), WithPolicy(Retry(0)))
 		wants[done] = want{EventDone, "gone", nil}
-		_ = w.redis.Set(done.key(), encodeValue(Holder{TaskID: "winner", Done: true}, "token"))
+		_ = w.Redis.Set(done.key(), encodeValue(Holder{TaskID: "winner", Done: true}, "token"))
 
 		f.join("a", asynq.Config{})
 		infos := map[*work]*asynq.TaskInfo{}
@@ -271,8 +273,8 @@ func TestALastAttemptThatNeedNotWaitDoesNot(t *testing.T) {
 }
 
 func TestAWaitingPolicyFuncIsAskedOncePerHolder(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
-		f := &fleet{world: w}
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		f := &fleet{World: w}
 		var asked atomic.Int32
 		k := f.add("work", func(context.Context, fleetRun) error { return nil }, WithPolicy(PolicyFunc(
 			func(_ context.Context, _ *asynq.Task, held *HeldError) error {
@@ -282,7 +284,7 @@ func TestAWaitingPolicyFuncIsAskedOncePerHolder(t *testing.T) {
 				}
 				return held
 			})))
-		by := func(id string) { _ = w.redis.Set(k.key(), encodeValue(Holder{TaskID: id}, "token of "+id)) }
+		by := func(id string) { _ = w.Redis.Set(k.key(), encodeValue(Holder{TaskID: id}, "token of "+id)) }
 		by("first")
 		f.join("a", asynq.Config{})
 		info := k.enqueue(asynq.MaxRetry(0))
@@ -308,8 +310,8 @@ func TestAWaitingPolicyFuncIsAskedOncePerHolder(t *testing.T) {
 }
 
 func TestAWaitingLastAttemptSurvivesItsServersShutdown(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
-		f := &fleet{world: w}
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		f := &fleet{World: w}
 		infos := map[*work]*asynq.TaskInfo{}
 		releases := map[*work]func(){}
 		for _, p := range putBack() {
@@ -320,7 +322,7 @@ func TestAWaitingLastAttemptSurvivesItsServersShutdown(t *testing.T) {
 		for _, k := range f.works {
 			infos[k] = k.enqueue(asynq.MaxRetry(0))
 		}
-		w.until(5*time.Second, "all waiting", func() bool { return f.all(delivered(1)) })
+		w.Until(5*time.Second, "all waiting", func() bool { return f.all(delivered(1)) })
 		time.Sleep(3 * time.Second)
 		first.server.Shutdown()
 		for _, k := range f.works {
@@ -331,11 +333,11 @@ func TestAWaitingLastAttemptSurvivesItsServersShutdown(t *testing.T) {
 			}
 		}
 		f.join("second", asynq.Config{})
-		w.until(5*time.Second, "all waiting again", func() bool { return f.all(delivered(2)) })
+		w.Until(5*time.Second, "all waiting again", func() bool { return f.all(delivered(2)) })
 		for _, k := range f.works {
 			releases[k]()
 		}
-		w.until(5*time.Second, "all done", func() bool { return w.drained() })
+		w.Until(5*time.Second, "all done", func() bool { return w.Drained() })
 		for _, k := range f.works {
 			k.wantState("gone", infos[k])
 			if n := len(k.ran()); n != 1 {
@@ -348,8 +350,8 @@ func TestAWaitingLastAttemptSurvivesItsServersShutdown(t *testing.T) {
 
 // Fifty contentions take no attempt away: the task still has all of them when it is its turn.
 func TestContentionCostsNoAttempts(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
-		f := &fleet{world: w}
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		f := &fleet{World: w}
 		failThrice := func(_ context.Context, j fleetRun) error {
 			if j.nth <= 3 {
 				return fmt.Errorf("failure %d", j.nth)
@@ -366,18 +368,18 @@ func TestContentionCostsNoAttempts(t *testing.T) {
 		doomed := f.add("Retry, fails always", failAlways, opts, WithPolicy(Retry(time.Second)))
 		releases = append(releases, doomed.hold())
 		unknown := f.add("a lock of an unknown version", failThrice, opts)
-		_ = w.redis.Set(unknown.key(), "redislock/2 ?")
-		releases = append(releases, func() { w.redis.Del(unknown.key()) })
+		_ = w.Redis.Set(unknown.key(), "redislock/2 ?")
+		releases = append(releases, func() { w.Redis.Del(unknown.key()) })
 		outage := f.add("Redis out of reach", failThrice, opts, WithPolicy(Retry(time.Second)))
 
 		a := f.join("a", asynq.Config{})
-		fault := a.lockLink.every("SET", outage.key()).refuse("READONLY You can't write against a read only replica.")
-		releases = append(releases, fault.lift)
+		fault := a.LockLink.Every("SET", outage.key()).Refuse("READONLY You can't write against a read only replica.")
+		releases = append(releases, fault.Lift)
 		infos := map[*work]*asynq.TaskInfo{}
 		for _, k := range f.works {
 			infos[k] = k.enqueue(asynq.MaxRetry(3))
 		}
-		w.until(3*time.Minute, "50 contentions each", func() bool {
+		w.Until(3*time.Minute, "50 contentions each", func() bool {
 			return f.all(func(k *work) bool { return k.books.count(EventRequeued) >= 50 })
 		})
 		for _, k := range f.works {
@@ -386,13 +388,13 @@ func TestContentionCostsNoAttempts(t *testing.T) {
 			}
 			k.wantUntouched(infos[k], 0)
 		}
-		if s := w.stats("default"); s.Failed != 0 || s.Processed != 0 {
+		if s := w.Stats("default"); s.Failed != 0 || s.Processed != 0 {
 			t.Errorf("failed %d, processed %d, want neither", s.Failed, s.Processed)
 		}
 		for _, release := range releases {
 			release()
 		}
-		w.until(time.Minute, "all done", func() bool { return w.drained() })
+		w.Until(time.Minute, "all done", func() bool { return w.Drained() })
 		for _, k := range f.works {
 			want := "gone"
 			if k == doomed {
@@ -403,7 +405,7 @@ func TestContentionCostsNoAttempts(t *testing.T) {
 				k.errorf("%d runs, want the first and three retries", n)
 			}
 		}
-		if s, want := w.stats("default"), 3*len(f.works)+1; s.Failed != want {
+		if s, want := w.Stats("default"), 3*len(f.works)+1; s.Failed != want {
 			t.Errorf("failed %d, want the %d runs that did", s.Failed, want)
 		}
 		f.audit()

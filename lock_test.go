@@ -14,6 +14,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"example.com/redislock/internal/virtual"
+
 	"github.com/hibiken/asynq"
 	"github.com/redis/go-redis/v9"
 )
@@ -39,10 +41,10 @@ func stopWatchdog(k *Lock) {
 }
 
 // teachScripts makes Redis know the scripts, so that each call is one command.
-func teachScripts(w *world) {
+func teachScripts(w *virtual.World) {
 	for _, source := range []string{extendSource, releaseSource, doneSource} {
-		if err := w.rdb.ScriptLoad(w.t.Context(), source).Err(); err != nil {
-			w.t.Fatal(err)
+		if err := w.RDB.ScriptLoad(w.T.Context(), source).Err(); err != nil {
+			w.T.Fatal(err)
 		}
 	}
 }
@@ -77,7 +79,7 @@ func awaitEnd(k *Lock) {
 // service is a host that runs one kind of task under locks, and what became of each delivery.
 type service struct {
 	books   books
-	host    *host
+	host    *virtual.Host
 	locker  *Locker
 	task    *asynq.Task
 	key     string
@@ -96,13 +98,13 @@ type result struct {
 }
 
 // lockedService prepares a host for doing work under locks.
-func lockedService(h *host, work func(context.Context) error, opts ...Option) *service {
-	h.world.t.Helper()
+func lockedService(h *virtual.Host, work func(context.Context) error, opts ...Option) *service {
+	h.World.T.Helper()
 	s := &service{host: h, task: asynq.NewTask("work", []byte("the same each time")), began: make(chan time.Time, 100)}
-	s.locker = h.locker(&s.books, opts...)
-	name, err := s.locker.Name(h.world.t.Context(), s.task)
+	s.locker = locker(h, &s.books, opts...)
+	name, err := s.locker.Name(h.World.T.Context(), s.task)
 	if err != nil {
-		h.world.t.Fatal(err)
+		h.World.T.Fatal(err)
 	}
 	s.key, _ = s.locker.redisKey(name)
 	s.handler = asynq.HandlerFunc(func(ctx context.Context, task *asynq.Task) error {
@@ -126,18 +128,18 @@ func lockedService(h *host, work func(context.Context) error, opts ...Option) *s
 
 // start starts the host's server, which finds at once what is enqueued by then, and later tasks within seconds.
 func (s *service) start() {
-	s.host.world.t.Helper()
-	s.host.serve(ServerConfig(asynq.Config{
+	s.host.World.T.Helper()
+	s.host.Serve(ServerConfig(asynq.Config{
 		Concurrency: 2, TaskCheckInterval: 5 * time.Second, DelayedTaskCheckInterval: 5 * time.Second,
 	}), s.handler)
 }
 
 // run enqueues the task, starts the server, and returns when the handler has begun.
 func (s *service) run(opts ...asynq.Option) (info *asynq.TaskInfo, began time.Time) {
-	s.host.world.t.Helper()
-	info = s.host.world.enqueue(s.task, opts...)
+	s.host.World.T.Helper()
+	info = s.host.World.Enqueue(s.task, opts...)
 	s.start()
-	return info, receive(s.host.world.t, time.Minute, "handler runs", s.began)
+	return info, receive(s.host.World.T, time.Minute, "handler runs", s.began)
 }
 
 func (s *service) returned() []result {
@@ -148,58 +150,58 @@ func (s *service) returned() []result {
 
 // finishes lets time pass until all tasks are done and the last release has ended, and checks the books.
 func (s *service) finishes(limit time.Duration) {
-	w := s.host.world
-	w.t.Helper()
-	w.until(limit, "all tasks settled and locks ended", func() bool {
+	w := s.host.World
+	w.T.Helper()
+	w.Until(limit, "all tasks settled and locks ended", func() bool {
 		s.mu.Lock()
 		defer s.mu.Unlock()
-		return w.drained() && s.open == 0 && s.books.count(EventReleased, EventLost, EventAbandoned) == s.books.count(EventAcquired)
+		return w.Drained() && s.open == 0 && s.books.count(EventReleased, EventLost, EventAbandoned) == s.books.count(EventAcquired)
 	})
-	s.books.balance(w.t, len(s.returned()))
+	s.books.balance(w.T, len(s.returned()))
 }
 
 // A handler that takes longer than its lock's TTL.
 
 func TestAHandlerOfThreeTTLsNeverRunsTwiceAtOnce(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		const ttl = 5 * time.Second
-		var runs tally
+		var runs virtual.Tally
 		var hosts []*service
 		for i := range 3 {
-			hosts = append(hosts, lockedService(w.host(fmt.Sprintf("h%d", i)), func(ctx context.Context) error {
-				defer runs.start("work")()
-				return busy(ctx, 3*ttl)
+			hosts = append(hosts, lockedService(w.Host(fmt.Sprintf("h%d", i)), func(ctx context.Context) error {
+				defer runs.Start("work")()
+				return virtual.Busy(ctx, 3*ttl)
 			}, WithTTL(ttl), WithPolicy(Retry(time.Second))))
 		}
 		first := hosts[0]
 		for range 4 {
-			w.enqueue(first.task)
+			w.Enqueue(first.task)
 		}
 		for _, s := range hosts {
 			s.start()
 		}
-		w.until(4*3*ttl+time.Minute, "all copies done", func() bool {
+		w.Until(4*3*ttl+time.Minute, "all copies done", func() bool {
 			synctest.Wait()
-			if runs.running("work") > 0 && !w.redis.Exists(first.key) {
-				t.Errorf("at %s the handler runs and the key is gone", w.elapsed())
+			if runs.Running("work") > 0 && !w.Redis.Exists(first.key) {
+				t.Errorf("at %s the handler runs and the key is gone", w.Elapsed())
 			}
-			return w.drained()
+			return w.Drained()
 		})
-		if got := runs.overlaps(); len(got) > 0 {
+		if got := runs.Overlaps(); len(got) > 0 {
 			t.Errorf("ran twice at once: %q", got)
 		}
-		for _, r := range runs.of("work") {
-			if took := r.end.Sub(r.start); took != 3*ttl {
+		for _, r := range runs.Of("work") {
+			if took := r.End.Sub(r.Start); took != 3*ttl {
 				t.Errorf("a run took %s, want %s: nothing should have ended it", took, 3*ttl)
 			}
 		}
-		if n := runs.count("work"); n != 4 {
+		if n := runs.Count("work"); n != 4 {
 			t.Errorf("4 copies ran %d times", n)
 		}
-		if w.redis.Exists(first.key) {
+		if w.Redis.Exists(first.key) {
 			t.Error("the key is still there")
 		}
-		if s := w.stats("default"); s.Failed != 0 {
+		if s := w.Stats("default"); s.Failed != 0 {
 			t.Errorf("%d failures; contention is none", s.Failed)
 		}
 		for _, s := range hosts {
@@ -222,32 +224,32 @@ func TestAHolderPausedPastItsTTLLeavesItsSuccessorAlone(t *testing.T) {
 		{"check", func(ctx context.Context, k *Lock) error { return k.Check(ctx) }, false},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var b books
 				opts := Options(WithTTL(ttl), WithDoneFor(time.Hour))
-				paused, other := w.host("paused"), w.host("other")
-				old := heldLock(t, paused.locker(&b, opts), "n")
+				paused, other := w.Host("paused"), w.Host("other")
+				old := heldLock(t, locker(paused, &b, opts), "n")
 				stopWatchdog(old)
 				time.Sleep(ttl - time.Millisecond)
-				if _, err := other.locker(&b, opts).TryAcquire(t.Context(), "n"); !errors.Is(err, ErrHeld) {
+				if _, err := locker(other, &b, opts).TryAcquire(t.Context(), "n"); !errors.Is(err, ErrHeld) {
 					t.Errorf("within the TTL the other host gets %v, want ErrHeld", err)
 				}
 				time.Sleep(2 * time.Millisecond)
-				successor := heldLock(t, other.locker(&b, opts), "n")
+				successor := heldLock(t, locker(other, &b, opts), "n")
 				time.Sleep(time.Second)
-				value, _ := w.redis.Get(old.Key())
-				paused.lockLink.forget()
+				value, _ := w.Redis.Get(old.Key())
+				paused.LockLink.Forget()
 
 				if err := test.late(t.Context(), old); !errors.Is(err, ErrLost) {
 					t.Errorf("the old holder hears %v, want ErrLost", err)
 				}
-				if asked := len(paused.lockLink.sent("", old.Key())) > 0; asked != test.asks {
+				if asked := len(paused.LockLink.Sent("", old.Key())) > 0; asked != test.asks {
 					t.Errorf("Redis was asked: %t, want %t", asked, test.asks)
 				}
-				if now, _ := w.redis.Get(old.Key()); now != value || now != successor.value {
+				if now, _ := w.Redis.Get(old.Key()); now != value || now != successor.value {
 					t.Errorf("the key holds %s, want the successor's %s", now, value)
 				}
-				if left := w.redis.TTL(old.Key()); left != ttl-time.Second {
+				if left := w.Redis.TTL(old.Key()); left != ttl-time.Second {
 					t.Errorf("the successor's TTL is %s, want %s", left, ttl-time.Second)
 				}
 				if cause := context.Cause(old.Context()); !errors.Is(cause, ErrLost) {
@@ -282,31 +284,31 @@ func TestACommandHeldUpInTheNetworkLeavesTheSuccessorAlone(t *testing.T) {
 		{"release with a done marker", doneScript, func(k *Lock) { k.release(true) }},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var b books
 				teachScripts(w)
 				opts := Options(WithTTL(ttl), WithDoneFor(time.Hour))
-				slow, other := w.host("slow", once), w.host("other")
-				old := heldLock(t, slow.locker(&b, opts), "n")
-				late := slow.lockLink.every(test.script.Hash()).delay(2 * ttl)
+				slow, other := w.Host("slow", once), w.Host("other")
+				old := heldLock(t, locker(slow, &b, opts), "n")
+				late := slow.LockLink.Every(test.script.Hash()).Delay(2 * ttl)
 				test.end(old)
 				time.Sleep(ttl + time.Millisecond)
 
 				const rest = time.Minute
-				successor := heldLock(t, other.locker(&b, WithTTL(rest)), "n")
+				successor := heldLock(t, locker(other, &b, WithTTL(rest)), "n")
 				stopWatchdog(successor) // so that its TTL only goes down
 				for taken := time.Now(); time.Since(taken) < 4*ttl; time.Sleep(100 * time.Millisecond) {
-					if now, _ := w.redis.Get(old.Key()); now != successor.value {
+					if now, _ := w.Redis.Get(old.Key()); now != successor.value {
 						t.Fatalf("the key holds %q, want the successor's", now)
 					}
-					if left, want := w.redis.TTL(old.Key()), rest-time.Since(taken); left != want {
+					if left, want := w.Redis.TTL(old.Key()), rest-time.Since(taken); left != want {
 						t.Fatalf("the successor's TTL is %s, want %s", left, want)
 					}
 				}
-				if late.hits() == 0 {
+				if late.Hits() == 0 {
 					t.Error("nothing was held up")
 				}
-				slow.lockLink.heal()
+				slow.LockLink.Heal()
 				_ = old.Release(t.Context())
 				_ = successor.Release(t.Context())
 				time.Sleep(ttl)
@@ -319,38 +321,38 @@ func TestACommandHeldUpInTheNetworkLeavesTheSuccessorAlone(t *testing.T) {
 // Replies that get lost.
 
 func TestALostReplyOfTheAcquireIsNoContention(t *testing.T) {
-	for name, lose := range map[string]func(*fault) *fault{
-		"connection breaks": (*fault).loseReply,
-		"silence":           (*fault).swallowReply,
+	for name, lose := range map[string]func(*virtual.Fault) *virtual.Fault{
+		"connection breaks": (*virtual.Fault).LoseReply,
+		"silence":           (*virtual.Fault).SwallowReply,
 	} {
 		t.Run(name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				const ttl = 30 * time.Second
-				var runs tally
-				h := w.host("h")
+				var runs virtual.Tally
+				h := w.Host("h")
 				s := lockedService(h, func(ctx context.Context) error {
-					defer runs.start("work")()
+					defer runs.Start("work")()
 					k, _ := FromContext(ctx)
-					if value, _ := w.redis.Get(k.Key()); value != k.value {
+					if value, _ := w.Redis.Get(k.Key()); value != k.value {
 						t.Errorf("the handler runs while the key holds %q", value)
 					}
-					if left := w.redis.TTL(k.Key()); left != ttl {
+					if left := w.Redis.TTL(k.Key()); left != ttl {
 						t.Errorf("the handler begins with %s left of its TTL, want all of %s", left, ttl)
 					}
 					return nil
 				}, WithTTL(ttl))
-				lost := lose(h.lockLink.next("SET", s.key))
+				lost := lose(h.LockLink.Next("SET", s.key))
 				info, _ := s.run()
-				w.until(30*time.Second, "task gone", func() bool { return w.state(info) == "gone" })
+				w.Until(30*time.Second, "task gone", func() bool { return w.State(info) == "gone" })
 				s.finishes(time.Second)
-				sets := h.lockLink.sent("SET", s.key)
-				if lost.hits() != 1 || len(sets) != 2 || sets[0].args[1] != sets[1].args[1] {
+				sets := h.LockLink.Sent("SET", s.key)
+				if lost.Hits() != 1 || len(sets) != 2 || sets[0].Args[1] != sets[1].Args[1] {
 					t.Errorf("want the same SET twice, its first reply lost: %v", sets)
 				}
-				if runs.count("work") != 1 || s.books.count(EventRan) != 1 || w.stats("default").Failed != 0 {
-					t.Errorf("ran %d times: %s", runs.count("work"), &s.books)
+				if runs.Count("work") != 1 || s.books.count(EventRan) != 1 || w.Stats("default").Failed != 0 {
+					t.Errorf("ran %d times: %s", runs.Count("work"), &s.books)
 				}
-				if w.redis.Exists(s.key) {
+				if w.Redis.Exists(s.key) {
 					t.Error("the key is still there")
 				}
 			})
@@ -363,43 +365,43 @@ func TestAnAcquireWithUnknownOutcomeIsGivenBack(t *testing.T) {
 	for _, test := range []struct {
 		name  string
 		tune  func(*redis.Options)
-		fault func(*fault) *fault
+		fault func(*virtual.Fault) *virtual.Fault
 		ttl   time.Duration
 		freed time.Duration // when, at the latest
 	}{
-		{"connection breaks, not sent again", once, (*fault).loseReply, 30 * time.Second, 0},
-		{"silence, not sent again", once, (*fault).swallowReply, 30 * time.Second, 3 * time.Second},
-		{"silence for more than TTL/4", func(*redis.Options) {}, (*fault).swallowReply, 8 * time.Second, 3100 * time.Millisecond},
-		{"held up for more than TTL/4", once, func(f *fault) *fault { return f.delay(2100 * time.Millisecond) }, 8 * time.Second, 2100 * time.Millisecond},
-		{"reply held up for more than TTL/4", once, func(f *fault) *fault { return f.delayReply(2100 * time.Millisecond) }, 8 * time.Second, 2100 * time.Millisecond},
+		{"connection breaks, not sent again", once, (*virtual.Fault).LoseReply, 30 * time.Second, 0},
+		{"silence, not sent again", once, (*virtual.Fault).SwallowReply, 30 * time.Second, 3 * time.Second},
+		{"silence for more than TTL/4", func(*redis.Options) {}, (*virtual.Fault).SwallowReply, 8 * time.Second, 3100 * time.Millisecond},
+		{"held up for more than TTL/4", once, func(f *virtual.Fault) *virtual.Fault { return f.Delay(2100 * time.Millisecond) }, 8 * time.Second, 2100 * time.Millisecond},
+		{"reply held up for more than TTL/4", once, func(f *virtual.Fault) *virtual.Fault { return f.DelayReply(2100 * time.Millisecond) }, 8 * time.Second, 2100 * time.Millisecond},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
-				var runs tally
-				h := w.host("h", test.tune)
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
+				var runs virtual.Tally
+				h := w.Host("h", test.tune)
 				s := lockedService(h, func(context.Context) error {
-					runs.start("work")()
+					runs.Start("work")()
 					return nil
 				}, WithTTL(test.ttl))
-				test.fault(h.lockLink.next("SET", s.key))
-				info := w.enqueue(s.task, asynq.MaxRetry(1))
+				test.fault(h.LockLink.Next("SET", s.key))
+				info := w.Enqueue(s.task, asynq.MaxRetry(1))
 				s.start()
-				w.until(10*time.Second, "SET sent", func() bool { return len(h.lockLink.sent("SET", s.key)) > 0 })
-				sent := h.lockLink.sent("SET", s.key)[0].at
+				w.Until(10*time.Second, "SET sent", func() bool { return len(h.LockLink.Sent("SET", s.key)) > 0 })
+				sent := h.LockLink.Sent("SET", s.key)[0].At
 				time.Sleep(time.Until(sent.Add(test.freed + time.Millisecond)))
-				if w.redis.Exists(s.key) {
+				if w.Redis.Exists(s.key) {
 					t.Errorf("%s after it was sent, the claim is still there", time.Since(sent))
 				}
-				w.until(10*time.Second, "the try over", func() bool { return len(s.returned()) == 1 })
-				if err := s.returned()[0].err; !errors.Is(err, ErrUnavailable) || runs.count("work") != 0 {
-					t.Errorf("ran %d times, error is %v; want 0 and ErrUnavailable", runs.count("work"), err)
+				w.Until(10*time.Second, "the try over", func() bool { return len(s.returned()) == 1 })
+				if err := s.returned()[0].err; !errors.Is(err, ErrUnavailable) || runs.Count("work") != 0 {
+					t.Errorf("ran %d times, error is %v; want 0 and ErrUnavailable", runs.Count("work"), err)
 				}
-				if now := w.task(info); now == nil || now.Retried != 0 {
+				if now := w.Task(info); now == nil || now.Retried != 0 {
 					t.Errorf("the task is %+v, want put back and not counted", now)
 				}
 				s.finishes(2 * test.ttl)
-				if runs.count("work") != 1 {
-					t.Errorf("ran %d times, want once in the end", runs.count("work"))
+				if runs.Count("work") != 1 {
+					t.Errorf("ran %d times, want once in the end", runs.Count("work"))
 				}
 			})
 		})
@@ -422,18 +424,20 @@ func TestTroubleWithTheReleaseIsNoTroubleOfTheHandler(t *testing.T) {
 	troubles := []struct {
 		name  string
 		tune  func(*redis.Options)
-		fault func(*fault) *fault
+		fault func(*virtual.Fault) *virtual.Fault
 		gone  time.Duration // the key freed, or its marker there, after the handler's end
 	}{
-		{"reply lost, connection breaks", nil, (*fault).loseReply, 0},
-		{"reply lost, silence", nil, (*fault).swallowReply, 0},
-		{"request lost, connection breaks", nil, (*fault).loseRequest, 50 * time.Millisecond},
-		{"request lost, silence", nil, (*fault).swallowRequest, 3100 * time.Millisecond},
-		{"refused for now", once, func(f *fault) *fault { return f.refuse("LOADING Redis is loading the dataset in memory") }, time.Second},
-		{"refused for good", nil, func(f *fault) *fault { return f.refuse("NOPERM no permission") }, -1}, // lapses
-		{"reply lost, never returns", patient, (*fault).swallowReply, 0},
-		{"request lost, never returns", patient, (*fault).swallowRequest, -1}, // lapses
-		{"held up for long", patient, func(f *fault) *fault { return f.delay(3 * time.Second) }, 3 * time.Second},
+		{"reply lost, connection breaks", nil, (*virtual.Fault).LoseReply, 0},
+		{"reply lost, silence", nil, (*virtual.Fault).SwallowReply, 0},
+		{"request lost, connection breaks", nil, (*virtual.Fault).LoseRequest, 50 * time.Millisecond},
+		{"request lost, silence", nil, (*virtual.Fault).SwallowRequest, 3100 * time.Millisecond},
+		{"refused for now", once, func(f *virtual.Fault) *virtual.Fault {
+			return f.Refuse("LOADING Redis is loading the dataset in memory")
+		}, time.Second},
+		{"refused for good", nil, func(f *virtual.Fault) *virtual.Fault { return f.Refuse("NOPERM no permission") }, -1}, // lapses
+		{"reply lost, never returns", patient, (*virtual.Fault).SwallowReply, 0},
+		{"request lost, never returns", patient, (*virtual.Fault).SwallowRequest, -1}, // lapses
+		{"held up for long", patient, func(f *virtual.Fault) *virtual.Fault { return f.Delay(3 * time.Second) }, 3 * time.Second},
 	}
 	for _, ttl := range []time.Duration{5 * time.Second, 30 * time.Second} {
 		bound := min(2*time.Second, ttl/10)
@@ -443,19 +447,19 @@ func TestTroubleWithTheReleaseIsNoTroubleOfTheHandler(t *testing.T) {
 			}
 			for _, trouble := range troubles {
 				t.Run(fmt.Sprintf("%s/%s/%s", ttl, ending.name, trouble.name), func(t *testing.T) {
-					virtual(t, func(t *testing.T, w *world) {
+					virtual.Run(t, func(t *testing.T, w *virtual.World) {
 						teachScripts(w)
 						if trouble.tune == nil {
 							trouble.tune = func(*redis.Options) {}
 						}
-						h := w.host("h", trouble.tune)
+						h := w.Host("h", trouble.tune)
 						s := lockedService(h, func(ctx context.Context) error {
-							_ = busy(ctx, work)
+							_ = virtual.Busy(ctx, work)
 							return ending.result
 						}, WithTTL(ttl), WithDoneFor(ending.doneFor))
-						f := trouble.fault(h.lockLink.next(ending.script.Hash(), s.key))
+						f := trouble.fault(h.LockLink.Next(ending.script.Hash(), s.key))
 						_, began := s.run(asynq.MaxRetry(0))
-						w.until(10*time.Second, "handler's return", func() bool { return len(s.returned()) == 1 })
+						w.Until(10*time.Second, "handler's return", func() bool { return len(s.returned()) == 1 })
 						if r := s.returned()[0]; !errors.Is(r.err, ending.result) || errors.Is(r.err, ErrUnavailable) {
 							t.Errorf("the middleware returns %v, want the handler's %v", r.err, ending.result)
 						} else if r.late > bound {
@@ -465,21 +469,21 @@ func TestTroubleWithTheReleaseIsNoTroubleOfTheHandler(t *testing.T) {
 							trouble.gone = ttl - work
 						}
 						time.Sleep(time.Until(began.Add(work + trouble.gone + time.Millisecond)))
-						value, _ := w.redis.Get(s.key)
+						value, _ := w.Redis.Get(s.key)
 						holder, _ := decodeValue(value)
 						lapses := trouble.gone == ttl-work
 						switch {
 						case ending.script == doneScript && !lapses:
-							if !holder.Done || w.redis.TTL(s.key) < 59*time.Minute {
+							if !holder.Done || w.Redis.TTL(s.key) < 59*time.Minute {
 								t.Errorf("the key holds %q, want a done marker", value)
 							}
 						case value != "":
 							t.Errorf("the key holds %q, want nothing", value)
 						}
-						if f.hits() != 1 {
-							t.Errorf("the fault met %d commands", f.hits())
+						if f.Hits() != 1 {
+							t.Errorf("the fault met %d commands", f.Hits())
 						}
-						h.lockLink.heal()
+						h.LockLink.Heal()
 						s.finishes(ttl)
 						s.books.want(t, "acquired=1 ran=1 released=1")
 					})
@@ -493,36 +497,36 @@ func TestTroubleWithTheReleaseIsNoTroubleOfTheHandler(t *testing.T) {
 func TestAReleaseSentAgainLeavesAQuickSuccessorAlone(t *testing.T) {
 	for _, doneFor := range []time.Duration{0, time.Hour} {
 		t.Run(fmt.Sprintf("done for %s", doneFor), func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				const rest = time.Minute
 				var b books
 				teachScripts(w)
-				h, other := w.host("h"), w.host("other")
-				next := other.locker(&b, WithTTL(rest))
+				h, other := w.Host("h"), w.Host("other")
+				next := locker(other, &b, WithTTL(rest))
 				taken := make(chan *Lock, 1)
 				script := releaseScript
 				if doneFor > 0 {
 					script = doneScript
 				}
-				h.lockLink.next(script.Hash()).after(func() {
-					w.redis.Del(k1) // the marker, if there is one
+				h.LockLink.Next(script.Hash()).After(func() {
+					w.Redis.Del(k1) // the marker, if there is one
 					k, err := next.TryAcquire(t.Context(), "n")
 					if err != nil {
 						t.Error(err)
 					}
 					taken <- k
-				}).swallowReply()
-				err := h.locker(&b, WithDoneFor(doneFor)).Do(t.Context(), "n", func(context.Context) error { return nil })
+				}).SwallowReply()
+				err := locker(h, &b, WithDoneFor(doneFor)).Do(t.Context(), "n", func(context.Context) error { return nil })
 				if err != nil {
 					t.Errorf("Do returns %v", err)
 				}
 				successor := <-taken
 				time.Sleep(10 * time.Second)
-				if n := len(h.lockLink.sent(script.Hash())); n != 2 {
+				if n := len(h.LockLink.Sent(script.Hash())); n != 2 {
 					t.Errorf("sent %d times, want it sent again", n)
 				}
-				if value, _ := w.redis.Get(k1); value != successor.value || w.redis.TTL(k1) != rest-w.elapsed() {
-					t.Errorf("the key holds %q with TTL %s, want the successor's and %s", value, w.redis.TTL(k1), rest-w.elapsed())
+				if value, _ := w.Redis.Get(k1); value != successor.value || w.Redis.TTL(k1) != rest-w.Elapsed() {
+					t.Errorf("the key holds %q with TTL %s, want the successor's and %s", value, w.Redis.TTL(k1), rest-w.Elapsed())
 				}
 				if err := errors.Join(successor.Check(t.Context()), successor.Release(t.Context())); err != nil {
 					t.Errorf("the successor's lock: %v", err)
@@ -538,40 +542,40 @@ func TestALostReplyOfAnExtendChangesNothing(t *testing.T) {
 	for _, test := range []struct {
 		name  string
 		tune  []func(*redis.Options)
-		fault func(*fault) *fault
+		fault func(*virtual.Fault) *virtual.Fault
 	}{
-		{"reply lost, connection breaks", nil, (*fault).loseReply},
-		{"reply lost, silence", nil, (*fault).swallowReply},
-		{"request lost, connection breaks", nil, (*fault).loseRequest},
-		{"request lost, silence", nil, (*fault).swallowRequest},
-		{"reply lost, never returns", []func(*redis.Options){patient}, (*fault).swallowReply},
-		{"request lost, never returns", []func(*redis.Options){patient}, (*fault).swallowRequest},
-		{"reply lost, not sent again", []func(*redis.Options){once}, (*fault).loseReply},
+		{"reply lost, connection breaks", nil, (*virtual.Fault).LoseReply},
+		{"reply lost, silence", nil, (*virtual.Fault).SwallowReply},
+		{"request lost, connection breaks", nil, (*virtual.Fault).LoseRequest},
+		{"request lost, silence", nil, (*virtual.Fault).SwallowRequest},
+		{"reply lost, never returns", []func(*redis.Options){patient}, (*virtual.Fault).SwallowReply},
+		{"request lost, never returns", []func(*redis.Options){patient}, (*virtual.Fault).SwallowRequest},
+		{"reply lost, not sent again", []func(*redis.Options){once}, (*virtual.Fault).LoseReply},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
-				var runs tally
-				h := w.host("h", test.tune...)
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
+				var runs virtual.Tally
+				h := w.Host("h", test.tune...)
 				s := lockedService(h, func(ctx context.Context) error {
-					defer runs.start("work")()
-					return busy(ctx, 3*ttl)
+					defer runs.Start("work")()
+					return virtual.Busy(ctx, 3*ttl)
 				}, WithTTL(ttl))
 				s.run(asynq.MaxRetry(0))
-				f := test.fault(h.lockLink.next(extendScript.Hash(), s.key))
-				w.until(4*ttl, "handler's return", func() bool {
+				f := test.fault(h.LockLink.Next(extendScript.Hash(), s.key))
+				w.Until(4*ttl, "handler's return", func() bool {
 					synctest.Wait()
-					if runs.running("work") > 0 && !w.redis.Exists(s.key) {
-						t.Errorf("at %s the key is gone", w.elapsed())
+					if runs.Running("work") > 0 && !w.Redis.Exists(s.key) {
+						t.Errorf("at %s the key is gone", w.Elapsed())
 					}
 					return len(s.returned()) == 1
 				})
 				if err := s.returned()[0].err; err != nil {
 					t.Errorf("the handler was disturbed: %v", err)
 				}
-				if f.hits() != 1 {
-					t.Errorf("the fault met %d commands", f.hits())
+				if f.Hits() != 1 {
+					t.Errorf("the fault met %d commands", f.Hits())
 				}
-				h.lockLink.heal()
+				h.LockLink.Heal()
 				s.finishes(ttl)
 				s.books.want(t, "acquired=1 ran=1 released=1")
 			})
@@ -594,29 +598,29 @@ func TestAHandlerWhoseKeyIsTakenAwayIsToldWithinAThirdOfTheTTL(t *testing.T) {
 		roundTrip = 100 * time.Millisecond
 	)
 	another := encodeValue(Holder{TaskID: "another", Host: "elsewhere", PID: 1}, "its token")
-	for name, tamper := range map[string]func(w *world, l *Locker, key string) (left string){
-		"deleted":   func(w *world, _ *Locker, key string) string { w.redis.Del(key); return "" },
-		"another's": func(w *world, _ *Locker, key string) string { _ = w.redis.Set(key, another); return another },
-		"foreign":   func(w *world, _ *Locker, key string) string { _ = w.redis.Set(key, "1"); return "1" },
-		"wrong type": func(w *world, _ *Locker, key string) string {
-			w.redis.Del(key)
-			w.redis.HSet(key, "f", "v")
+	for name, tamper := range map[string]func(w *virtual.World, l *Locker, key string) (left string){
+		"deleted":   func(w *virtual.World, _ *Locker, key string) string { w.Redis.Del(key); return "" },
+		"another's": func(w *virtual.World, _ *Locker, key string) string { _ = w.Redis.Set(key, another); return another },
+		"foreign":   func(w *virtual.World, _ *Locker, key string) string { _ = w.Redis.Set(key, "1"); return "1" },
+		"wrong type": func(w *virtual.World, _ *Locker, key string) string {
+			w.Redis.Del(key)
+			w.Redis.HSet(key, "f", "v")
 			return "hash"
 		},
-		"done marker": func(w *world, _ *Locker, key string) string {
+		"done marker": func(w *virtual.World, _ *Locker, key string) string {
 			v := encodeValue(Holder{Done: true}, "its token")
-			_ = w.redis.Set(key, v)
+			_ = w.Redis.Set(key, v)
 			return v
 		},
-		"flushed": func(w *world, _ *Locker, key string) string {
-			w.redis.Del(key)
-			_ = w.rdb.ScriptFlush(w.t.Context())
+		"flushed": func(w *virtual.World, _ *Locker, key string) string {
+			w.Redis.Del(key)
+			_ = w.RDB.ScriptFlush(w.T.Context())
 			return ""
 		},
-		"forced": func(w *world, l *Locker, key string) string {
-			name, _ := l.Name(w.t.Context(), asynq.NewTask("work", []byte("the same each time")))
-			if err := l.ForceRelease(w.t.Context(), name); err != nil {
-				w.t.Error(err)
+		"forced": func(w *virtual.World, l *Locker, key string) string {
+			name, _ := l.Name(w.T.Context(), asynq.NewTask("work", []byte("the same each time")))
+			if err := l.ForceRelease(w.T.Context(), name); err != nil {
+				w.T.Error(err)
 			}
 			return ""
 		},
@@ -627,29 +631,29 @@ func TestAHandlerWhoseKeyIsTakenAwayIsToldWithinAThirdOfTheTTL(t *testing.T) {
 			"after a tick":  ttl/3 + roundTrip + 10*time.Millisecond,
 		} {
 			t.Run(name+"/"+when, func(t *testing.T) {
-				virtual(t, func(t *testing.T, w *world) {
+				virtual.Run(t, func(t *testing.T, w *virtual.World) {
 					stopped := make(chan stop, 1)
-					h := w.host("h")
+					h := w.Host("h")
 					s := lockedService(h, func(ctx context.Context) error {
 						<-ctx.Done()
 						stopped <- stop{at: time.Now(), cause: context.Cause(ctx)}
 						return fmt.Errorf("stopped half-way: %w", asynq.SkipRetry)
 					}, WithTTL(ttl), WithDoneFor(time.Hour))
-					h.lockLink.slow(roundTrip)
+					h.LockLink.Slow(roundTrip)
 					info, began := s.run()
 					time.Sleep(time.Until(began.Add(after)))
-					h.lockLink.slow(0) // ForceRelease is to work at once
+					h.LockLink.Slow(0) // ForceRelease is to work at once
 					left, taken := tamper(w, s.locker, s.key), time.Now()
-					h.lockLink.slow(roundTrip)
+					h.LockLink.Slow(roundTrip)
 
 					untouched := func() {
 						synctest.Wait()
-						value, _ := w.redis.Get(s.key)
-						if w.redis.Type(s.key) == "hash" {
+						value, _ := w.Redis.Get(s.key)
+						if w.Redis.Type(s.key) == "hash" {
 							value = "hash"
 						}
-						if value != left || w.redis.TTL(s.key) != 0 {
-							t.Fatalf("%s later the key holds %q with TTL %s, want %q", time.Since(taken), value, w.redis.TTL(s.key), left)
+						if value != left || w.Redis.TTL(s.key) != 0 {
+							t.Fatalf("%s later the key holds %q with TTL %s, want %q", time.Since(taken), value, w.Redis.TTL(s.key), left)
 						}
 					}
 					told := receive(t, ttl, "handler told", stopped)
@@ -666,7 +670,7 @@ func TestAHandlerWhoseKeyIsTakenAwayIsToldWithinAThirdOfTheTTL(t *testing.T) {
 					if err := s.returned()[0].err; !errors.Is(err, ErrLost) || !strings.Contains(err.Error(), "stopped half-way") {
 						t.Errorf("asynq sees %v, want the handler's error and ErrLost", err)
 					}
-					if state := w.state(info); state != "archived" {
+					if state := w.State(info); state != "archived" {
 						t.Errorf("the task is %s: SkipRetry in the handler's error got lost", state)
 					}
 					s.finishes(time.Second)
@@ -681,28 +685,28 @@ func TestAHandlerWhoseKeyIsTakenAwayIsToldWithinAThirdOfTheTTL(t *testing.T) {
 var absences = []struct {
 	name  string
 	tune  []func(*redis.Options)
-	begin func(*link)
+	begin func(*virtual.Link)
 }{
-	{"cut", nil, (*link).cut},
-	{"silent", nil, (*link).hang},
-	{"silent, calls never return", []func(*redis.Options){patient}, (*link).hang},
-	{"loading", nil, func(l *link) { l.every("").refuse("LOADING Redis is loading the dataset in memory") }},
-	{"failing over", nil, func(l *link) { l.every("").refuse("READONLY You can't write against a read only replica.") }},
+	{"cut", nil, (*virtual.Link).Cut},
+	{"silent", nil, (*virtual.Link).Hang},
+	{"silent, calls never return", []func(*redis.Options){patient}, (*virtual.Link).Hang},
+	{"loading", nil, func(l *virtual.Link) { l.Every("").Refuse("LOADING Redis is loading the dataset in memory") }},
+	{"failing over", nil, func(l *virtual.Link) { l.Every("").Refuse("READONLY You can't write against a read only replica.") }},
 }
 
 func TestAHandlerIsLeftAloneWhileRedisIsAwayForLessThanTheValidity(t *testing.T) {
 	const ttl = 30 * time.Second
 	for _, test := range absences {
 		t.Run(test.name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
-				h := w.host("h", test.tune...)
-				s := lockedService(h, func(ctx context.Context) error { return busy(ctx, 3*ttl) }, WithTTL(ttl))
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
+				h := w.Host("h", test.tune...)
+				s := lockedService(h, func(ctx context.Context) error { return virtual.Busy(ctx, 3*ttl) }, WithTTL(ttl))
 				_, began := s.run(asynq.MaxRetry(0))
 				time.Sleep(time.Until(began.Add(ttl + time.Millisecond))) // right after an extension
-				test.begin(h.lockLink)
+				test.begin(h.LockLink)
 				time.Sleep(24 * time.Second) // of 27 that the lock is still valid
-				h.lockLink.heal()
-				w.until(6*ttl, "handler's return", func() bool { return len(s.returned()) == 1 })
+				h.LockLink.Heal()
+				w.Until(6*ttl, "handler's return", func() bool { return len(s.returned()) == 1 })
 				if err := s.returned()[0].err; err != nil {
 					t.Errorf("the handler was disturbed: %v", err)
 				}
@@ -717,19 +721,19 @@ func TestAHandlerIsStoppedBeforeItsKeyCouldExpireWhileRedisIsAway(t *testing.T) 
 	const ttl = 30 * time.Second
 	for _, test := range absences {
 		t.Run(test.name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				stopped := make(chan stop, 1)
-				h := w.host("h", test.tune...)
+				h := w.Host("h", test.tune...)
 				s := lockedService(h, func(ctx context.Context) error {
 					<-ctx.Done()
 					k, _ := FromContext(ctx)
-					stopped <- stop{time.Now(), context.Cause(ctx), w.redis.TTL(k.Key())}
+					stopped <- stop{time.Now(), context.Cause(ctx), w.Redis.TTL(k.Key())}
 					return fmt.Errorf("stopped half-way: %w", asynq.SkipRetry)
 				}, WithTTL(ttl))
 				_, began := s.run()
 				confirmed := began.Add(ttl) // the last extension
 				time.Sleep(time.Until(confirmed.Add(time.Second)))
-				test.begin(h.lockLink)
+				test.begin(h.LockLink)
 				told := receive(t, 2*ttl, "handler told", stopped)
 				if took := told.at.Sub(confirmed); took != ttl-ttl/10 {
 					t.Errorf("told %s after the last extension, want %s", took, ttl-ttl/10)
@@ -741,9 +745,9 @@ func TestAHandlerIsStoppedBeforeItsKeyCouldExpireWhileRedisIsAway(t *testing.T) 
 					t.Errorf("the cause is %v, want ErrLost", told.cause)
 				}
 				time.Sleep(ttl / 2)
-				h.lockLink.heal()
+				h.LockLink.Heal()
 				time.Sleep(ttl / 2)
-				if w.redis.Exists(s.key) {
+				if w.Redis.Exists(s.key) {
 					t.Error("the key was created again")
 				}
 				if err := s.returned()[0].err; !errors.Is(err, ErrLost) {
@@ -765,21 +769,21 @@ func TestADeafHandlerKeepsItsLockUntilTheGraceEnds(t *testing.T) {
 	)
 	for _, grace := range []time.Duration{0, 15 * time.Second} {
 		t.Run(grace.String(), func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
-				var runs tally
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
+				var runs virtual.Tally
 				locks, deaf := make(chan *Lock, 1), make(chan struct{})
 				teachScripts(w)
-				h := w.host("h")
+				h := w.Host("h")
 				s := lockedService(h, func(ctx context.Context) error {
-					if runs.count("deaf") == 0 {
+					if runs.Count("deaf") == 0 {
 						k, _ := FromContext(ctx)
 						locks <- k
-						defer runs.start("deaf")()
+						defer runs.Start("deaf")()
 						<-deaf
 						return errors.New("too late to matter")
 					}
-					defer runs.start("again")()
-					return busy(ctx, 5*time.Second)
+					defer runs.Start("again")()
+					return virtual.Busy(ctx, 5*time.Second)
 				}, WithTTL(ttl), WithGracePeriod(grace), WithDoneFor(time.Hour))
 				info, began := s.run(asynq.Timeout(timeout), asynq.MaxRetry(3))
 				lock := <-locks
@@ -787,7 +791,7 @@ func TestADeafHandlerKeepsItsLockUntilTheGraceEnds(t *testing.T) {
 				abandoned := began.Add(timeout + grace)
 				for time.Until(abandoned) > time.Millisecond {
 					time.Sleep(min(100*time.Millisecond, time.Until(abandoned)-time.Millisecond))
-					if value, _ := w.redis.Get(s.key); value != lock.value {
+					if value, _ := w.Redis.Get(s.key); value != lock.value {
 						t.Fatalf("%s before the grace ends the key holds %q", time.Until(abandoned), value)
 					}
 				}
@@ -804,25 +808,25 @@ func TestADeafHandlerKeepsItsLockUntilTheGraceEnds(t *testing.T) {
 				if err := lock.Check(t.Context()); !errors.Is(err, ErrLost) {
 					t.Errorf("Check says %v, want ErrLost", err)
 				}
-				extends := len(h.lockLink.sent(extendScript.Hash(), lock.value))
+				extends := len(h.LockLink.Sent(extendScript.Hash(), lock.value))
 
 				// The key lapses, and only then the task runs again.
-				w.until(ttl, "key lapsed", func() bool { value, _ := w.redis.Get(s.key); return value != lock.value })
+				w.Until(ttl, "key lapsed", func() bool { value, _ := w.Redis.Get(s.key); return value != lock.value })
 				if early := abandoned.Add(ttl * 2 / 3); time.Now().Before(early) {
 					t.Errorf("the key was gone %s after the grace ended; it was to lapse, not to be deleted", time.Since(abandoned))
 				}
-				w.until(2*time.Minute, "the task done by a second run", func() bool { return w.state(info) == "gone" })
-				if n := runs.count("again"); n != 1 || runs.running("deaf") != 1 {
-					t.Errorf("%d later runs, %d deaf handler; want 1, 1", n, runs.running("deaf"))
+				w.Until(2*time.Minute, "the task done by a second run", func() bool { return w.State(info) == "gone" })
+				if n := runs.Count("again"); n != 1 || runs.Running("deaf") != 1 {
+					t.Errorf("%d later runs, %d deaf handler; want 1, 1", n, runs.Running("deaf"))
 				}
-				if n := len(h.lockLink.sent(extendScript.Hash(), lock.value)); n != extends {
+				if n := len(h.LockLink.Sent(extendScript.Hash(), lock.value)); n != extends {
 					t.Errorf("extended %d times after it was abandoned", n-extends)
 				}
-				marker, _ := w.redis.Get(s.key)
+				marker, _ := w.Redis.Get(s.key)
 				close(deaf)
 				s.finishes(time.Minute)
 				time.Sleep(ttl)
-				if now, _ := w.redis.Get(s.key); now != marker || now == "" {
+				if now, _ := w.Redis.Get(s.key); now != marker || now == "" {
 					t.Errorf("the deaf handler's end turned %q at the key into %q", marker, now)
 				}
 				if n := s.books.count(EventAbandoned); n != 1 {
@@ -834,20 +838,20 @@ func TestADeafHandlerKeepsItsLockUntilTheGraceEnds(t *testing.T) {
 }
 
 func TestAHandlerThatReturnsWithinTheGraceIsNotAbandoned(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		const ttl = 6 * time.Second
-		s := lockedService(w.host("h"), func(ctx context.Context) error {
+		s := lockedService(w.Host("h"), func(ctx context.Context) error {
 			<-ctx.Done()
-			w.deaf(14 * time.Second)
+			w.Deaf(14 * time.Second)
 			return context.Cause(ctx)
 		}, WithTTL(ttl), WithGracePeriod(15*time.Second))
 		info, _ := s.run(asynq.Timeout(10*time.Second), asynq.MaxRetry(0))
-		w.until(time.Minute, "handler's return", func() bool { return len(s.returned()) == 1 })
+		w.Until(time.Minute, "handler's return", func() bool { return len(s.returned()) == 1 })
 		time.Sleep(time.Minute) // the grace ends meanwhile
-		if w.redis.Exists(s.key) {
+		if w.Redis.Exists(s.key) {
 			t.Error("the key is still there")
 		}
-		if state := w.state(info); state != "archived" {
+		if state := w.State(info); state != "archived" {
 			t.Errorf("the task is %s", state)
 		}
 		s.finishes(time.Second)
@@ -856,9 +860,9 @@ func TestAHandlerThatReturnsWithinTheGraceIsNotAbandoned(t *testing.T) {
 }
 
 func TestALockThatIsLostDuringTheGraceIsNotAbandonedToo(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		l := w.host("h").locker(&b, WithTTL(3*time.Second), WithGracePeriod(time.Minute))
+		l := locker(w.Host("h"), &b, WithTTL(3*time.Second), WithGracePeriod(time.Minute))
 		ctx, cancel := context.WithCancel(t.Context())
 		err := l.Do(ctx, "n", func(ctx context.Context) error {
 			cancel()
@@ -866,7 +870,7 @@ func TestALockThatIsLostDuringTheGraceIsNotAbandonedToo(t *testing.T) {
 			if k, _ := FromContext(ctx); b.count(EventLost) > 0 || k.Check(t.Context()) != nil {
 				t.Error("lost before anything happened")
 			}
-			w.redis.Del(k1)
+			w.Redis.Del(k1)
 			time.Sleep(5 * time.Minute)
 			return ctx.Err()
 		})
@@ -880,11 +884,11 @@ func TestALockThatIsLostDuringTheGraceIsNotAbandonedToo(t *testing.T) {
 // TryAcquire.
 
 func TestAcquireAndReleaseTakeOneRoundTripEach(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
 		teachScripts(w)
-		h := w.host("h")
-		l := h.locker(&b)
+		h := w.Host("h")
+		l := locker(h, &b)
 		k := heldLock(t, l, "n")
 		if err := k.Release(t.Context()); err != nil {
 			t.Error(err)
@@ -895,8 +899,8 @@ func TestAcquireAndReleaseTakeOneRoundTripEach(t *testing.T) {
 		}
 		_ = again.Release(t.Context())
 		var names []string
-		for _, c := range h.lockLink.sent("") {
-			names = append(names, c.name)
+		for _, c := range h.LockLink.Sent("") {
+			names = append(names, c.Name)
 		}
 		if want := []string{"SET", "EVALSHA", "SET", "SET", "EVALSHA"}; !slices.Equal(names, want) {
 			t.Errorf("commands are %v, want %v", names, want)
@@ -905,10 +909,10 @@ func TestAcquireAndReleaseTakeOneRoundTripEach(t *testing.T) {
 }
 
 func TestTryAcquireSaysWhoHoldsTheLock(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		first := w.host("first").locker(&b, WithDoneFor(time.Hour))
-		second := w.host("second").locker(&b)
+		first := locker(w.Host("first"), &b, WithDoneFor(time.Hour))
+		second := locker(w.Host("second"), &b)
 		since := time.Now()
 		k := heldLock(t, first, "n")
 		time.Sleep(3 * time.Second)
@@ -944,9 +948,9 @@ func TestTryAcquireSaysWhoHoldsTheLock(t *testing.T) {
 }
 
 func TestTryAcquireNamesTheTaskThatHoldsTheLock(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
-		h := w.host("h")
-		s := lockedService(h, func(ctx context.Context) error { return busy(ctx, 10*time.Second) })
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		h := w.Host("h")
+		s := lockedService(h, func(ctx context.Context) error { return virtual.Busy(ctx, 10*time.Second) })
 		info, _ := s.run()
 		name, _ := s.locker.Name(t.Context(), s.task)
 		_, err := s.locker.TryAcquire(t.Context(), name)
@@ -975,15 +979,15 @@ func TestAFailedTryLeavesTheKeyAsItIs(t *testing.T) {
 		{"a list", "", nil},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var b books
 				if test.name == "a list" {
-					_, _ = w.redis.Push(k1, "x")
+					_, _ = w.Redis.Push(k1, "x")
 				} else {
-					_ = w.redis.Set(k1, test.value)
+					_ = w.Redis.Set(k1, test.value)
 				}
-				w.redis.SetTTL(k1, time.Minute)
-				_, err := w.host("h").locker(&b).TryAcquire(t.Context(), "n")
+				w.Redis.SetTTL(k1, time.Minute)
+				_, err := locker(w.Host("h"), &b).TryAcquire(t.Context(), "n")
 				if err == nil || !strings.Contains(err.Error(), k1) {
 					t.Errorf("error is %v, want one that names the key", err)
 				}
@@ -994,13 +998,13 @@ func TestAFailedTryLeavesTheKeyAsItIs(t *testing.T) {
 				}
 				time.Sleep(time.Second)
 				if test.name == "a list" {
-					if values, _ := w.redis.List(k1); !slices.Equal(values, []string{"x"}) {
+					if values, _ := w.Redis.List(k1); !slices.Equal(values, []string{"x"}) {
 						t.Errorf("the list is %q", values)
 					}
-				} else if value, _ := w.redis.Get(k1); value != test.value {
+				} else if value, _ := w.Redis.Get(k1); value != test.value {
 					t.Errorf("the key holds %q, want %q", value, test.value)
 				}
-				if left := w.redis.TTL(k1); left != time.Minute-time.Second {
+				if left := w.Redis.TTL(k1); left != time.Minute-time.Second {
 					t.Errorf("the TTL is %s, want it as it was", left)
 				}
 				b.balance(t, 0)
@@ -1010,12 +1014,12 @@ func TestAFailedTryLeavesTheKeyAsItIs(t *testing.T) {
 }
 
 func TestTheContextOfTryAcquireBoundsTheTryOnly(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
 		type valueKey struct{}
 		const ttl = 3 * time.Second
 		ctx, cancel := context.WithTimeout(context.WithValue(t.Context(), valueKey{}, "kept"), time.Second)
-		k, err := w.host("h").locker(&b, WithTTL(ttl), WithGracePeriod(0)).TryAcquire(ctx, "n")
+		k, err := locker(w.Host("h"), &b, WithTTL(ttl), WithGracePeriod(0)).TryAcquire(ctx, "n")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -1039,23 +1043,23 @@ func TestATryThatIsNotAnsweredInTimeEndsInTimeAndLeavesNothing(t *testing.T) {
 	for _, test := range []struct {
 		name    string
 		timeout time.Duration // of the caller
-		fault   func(*link)
+		fault   func(*virtual.Link)
 		takes   time.Duration
 		cause   error // besides ErrUnavailable
 	}{
-		{"silence", time.Hour, (*link).hang, ttl / 4, nil},
-		{"slow network", time.Hour, func(l *link) { l.slow(ttl/4 + time.Millisecond) }, ttl / 4, nil},
-		{"silence, caller has less time", time.Second, (*link).hang, time.Second, context.DeadlineExceeded},
-		{"slow network, caller has less time", time.Second, func(l *link) { l.slow(time.Second + time.Millisecond) }, time.Second, context.DeadlineExceeded},
-		{"caller has no time", 0, func(*link) {}, 0, context.DeadlineExceeded},
-		{"cut", time.Hour, (*link).cut, -1, nil},
+		{"silence", time.Hour, (*virtual.Link).Hang, ttl / 4, nil},
+		{"slow network", time.Hour, func(l *virtual.Link) { l.Slow(ttl/4 + time.Millisecond) }, ttl / 4, nil},
+		{"silence, caller has less time", time.Second, (*virtual.Link).Hang, time.Second, context.DeadlineExceeded},
+		{"slow network, caller has less time", time.Second, func(l *virtual.Link) { l.Slow(time.Second + time.Millisecond) }, time.Second, context.DeadlineExceeded},
+		{"caller has no time", 0, func(*virtual.Link) {}, 0, context.DeadlineExceeded},
+		{"cut", time.Hour, (*virtual.Link).Cut, -1, nil},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var b books
-				h := w.host("h")
-				l := h.locker(&b, WithTTL(ttl))
-				test.fault(h.lockLink)
+				h := w.Host("h")
+				l := locker(h, &b, WithTTL(ttl))
+				test.fault(h.LockLink)
 				ctx, cancel := context.WithTimeout(t.Context(), test.timeout)
 				defer cancel()
 				began := time.Now()
@@ -1067,12 +1071,12 @@ func TestATryThatIsNotAnsweredInTimeEndsInTimeAndLeavesNothing(t *testing.T) {
 					t.Errorf("took %s, want %s", took, test.takes)
 				}
 				time.Sleep(ttl/2 + 100*time.Millisecond)
-				if w.redis.Exists(k1) {
+				if w.Redis.Exists(k1) {
 					t.Error("the claim was not given back")
 				}
-				h.lockLink.heal()
+				h.LockLink.Heal()
 				time.Sleep(ttl)
-				if w.redis.Exists(k1) {
+				if w.Redis.Exists(k1) {
 					t.Error("a key is left")
 				}
 				if err := l.Shutdown(t.Context()); err != nil {
@@ -1100,19 +1104,19 @@ func (c lateToSay) Err() error {
 
 // asynq has settled a task whose context ended, and may have given it to another server.
 func TestALockWhoseContextEndedDuringTheTryIsGivenBack(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		h := w.host("h")
-		l := h.locker(&b)
+		h := w.Host("h")
+		l := locker(h, &b)
 		for name, try := range map[string]func(context.Context, context.CancelFunc) error{
 			"cancelled when Redis has set the key": func(ctx context.Context, cancel context.CancelFunc) error {
-				h.lockLink.next("SET").after(cancel)
+				h.LockLink.Next("SET").After(cancel)
 				_, err := l.TryAcquire(ctx, "n")
 				return err
 			},
 			"cancelled when the reply is here": func(ctx context.Context, _ context.CancelFunc) error {
 				late := lateToSay{ctx, new(atomic.Bool)}
-				h.lockLink.next("SET").after(func() { late.over.Store(true) })
+				h.LockLink.Next("SET").After(func() { late.over.Store(true) })
 				return l.Do(late, "n", func(context.Context) error { t.Error("ran"); return nil })
 			},
 		} {
@@ -1123,7 +1127,7 @@ func TestALockWhoseContextEndedDuringTheTryIsGivenBack(t *testing.T) {
 				t.Errorf("%s: %v, want ErrUnavailable and context.Canceled", name, err)
 			}
 			synctest.Wait()
-			if w.redis.Exists(k1) {
+			if w.Redis.Exists(k1) {
 				t.Errorf("%s: the lock was not given back", name)
 			}
 		}
@@ -1132,21 +1136,21 @@ func TestALockWhoseContextEndedDuringTheTryIsGivenBack(t *testing.T) {
 }
 
 func TestAnAcquireThatTookLessThanAQuarterOfTheTTLIsValidFromBeforeItWasSent(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		const (
 			ttl = 20 * time.Second
 			lag = 2900 * time.Millisecond
 		)
 		var b books
-		h := w.host("h")
-		l := h.locker(&b, WithTTL(ttl))
-		h.lockLink.next("SET").delayReply(lag)
+		h := w.Host("h")
+		l := locker(h, &b, WithTTL(ttl))
+		h.LockLink.Next("SET").DelayReply(lag)
 		began := time.Now()
 		k := heldLock(t, l, "n")
 		if took := time.Since(began); took != lag {
 			t.Errorf("took %s, want %s", took, lag)
 		}
-		h.lockLink.hang()
+		h.LockLink.Hang()
 		awaitEnd(k)
 		if valid := time.Since(began); valid != ttl-ttl/10 {
 			t.Errorf("valid for %s since the request, want %s", valid, ttl-ttl/10)
@@ -1157,10 +1161,10 @@ func TestAnAcquireThatTookLessThanAQuarterOfTheTTLIsValidFromBeforeItWasSent(t *
 }
 
 func TestANameThatCannotBeUsedIsRefusedWithoutAskingRedis(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		h := w.host("h")
-		l := h.locker(&b)
+		h := w.Host("h")
+		l := locker(h, &b)
 		for verb, try := range map[string]func() error{
 			"TryAcquire":   func() error { _, err := l.TryAcquire(t.Context(), ""); return err },
 			"Do":           func() error { return l.Do(t.Context(), "", func(context.Context) error { t.Error("ran"); return nil }) },
@@ -1171,17 +1175,17 @@ func TestANameThatCannotBeUsedIsRefusedWithoutAskingRedis(t *testing.T) {
 				t.Errorf("%s with an empty name: %v, want ErrInvalidKey", verb, err)
 			}
 		}
-		if sent := h.lockLink.sent(""); len(sent) > 0 {
+		if sent := h.LockLink.Sent(""); len(sent) > 0 {
 			t.Errorf("Redis was asked: %v", sent)
 		}
 	})
 }
 
 func TestALockerThatWasShutDownTakesNoLocks(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		h := w.host("h")
-		l := h.locker(&b, WithFailOpen())
+		h := w.Host("h")
+		l := locker(h, &b, WithFailOpen())
 		if err := l.Shutdown(t.Context()); err != nil {
 			t.Error(err)
 		}
@@ -1192,7 +1196,7 @@ func TestALockerThatWasShutDownTakesNoLocks(t *testing.T) {
 		if !errors.Is(err, ErrClosed) {
 			t.Errorf("Do: %v, want ErrClosed", err)
 		}
-		if sent := h.lockLink.sent(""); len(sent) > 0 {
+		if sent := h.LockLink.Sent(""); len(sent) > 0 {
 			t.Errorf("Redis was asked: %v", sent)
 		}
 		b.balance(t, 0)
@@ -1218,9 +1222,9 @@ func TestDoReturnsWhatItsFunctionDoesAndFreesTheLock(t *testing.T) {
 		{"Goexit", func(context.Context) error { runtime.Goexit(); return nil }, nil, nil, false},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var b books
-				l := w.host("h").locker(&b, WithDoneFor(time.Hour))
+				l := locker(w.Host("h"), &b, WithDoneFor(time.Hour))
 				var err error
 				var panicked any
 				var inner context.Context
@@ -1247,9 +1251,9 @@ func TestDoReturnsWhatItsFunctionDoesAndFreesTheLock(t *testing.T) {
 }
 
 func TestDoNeverPassesThroughALockOfItsOwn(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		l := w.host("h").locker(&b)
+		l := locker(w.Host("h"), &b)
 		err := l.Do(t.Context(), "n", func(ctx context.Context) error {
 			if _, err := l.TryAcquire(ctx, "n"); !errors.Is(err, ErrHeld) {
 				t.Errorf("TryAcquire within Do: %v, want ErrHeld", err)
@@ -1264,10 +1268,10 @@ func TestDoNeverPassesThroughALockOfItsOwn(t *testing.T) {
 }
 
 func TestDoKeepsTheLockForAFunctionThatOutlivesItsContext(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
 		const ttl = 3 * time.Second
-		l := w.host("h").locker(&b, WithTTL(ttl))
+		l := locker(w.Host("h"), &b, WithTTL(ttl))
 		ctx, cancel := context.WithCancelCause(t.Context())
 		stop := errors.New("stop")
 		err := l.Do(ctx, "n", func(ctx context.Context) error {
@@ -1286,7 +1290,7 @@ func TestDoKeepsTheLockForAFunctionThatOutlivesItsContext(t *testing.T) {
 		if err != nil {
 			t.Errorf("Do returns %v", err)
 		}
-		if w.redis.Exists(k1) {
+		if w.Redis.Exists(k1) {
 			t.Error("the key is still there: it must be freed though the context has ended")
 		}
 		b.balance(t, 0)
@@ -1296,9 +1300,9 @@ func TestDoKeepsTheLockForAFunctionThatOutlivesItsContext(t *testing.T) {
 // FromContext.
 
 func TestFromContextFindsTheInnermostLock(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		l := w.host("h").locker(&b)
+		l := locker(w.Host("h"), &b)
 		in := func(ctx context.Context, name string) {
 			t.Helper()
 			k, ok := FromContext(ctx)
@@ -1342,35 +1346,35 @@ func TestTheContextOfALockSaysHowItEnded(t *testing.T) {
 	const ttl = 3 * time.Second
 	for _, test := range []struct {
 		name  string
-		end   func(w *world, l *Locker, k *Lock)
+		end   func(w *virtual.World, l *Locker, k *Lock)
 		err   error // of the context
 		cause error
 		check error // of a Check afterwards
 		event EventKind
 	}{
-		{"released", func(w *world, _ *Locker, k *Lock) { _ = k.Release(w.t.Context()) }, context.Canceled, context.Canceled, ErrLost, EventReleased},
-		{"deleted", func(w *world, _ *Locker, k *Lock) { w.redis.Del(k.Key()); time.Sleep(ttl / 3) }, context.Canceled, ErrLost, ErrLost, EventLost},
-		{"out of reach", func(_ *world, l *Locker, k *Lock) { time.Sleep(ttl) }, context.Canceled, ErrLost, ErrLost, EventLost},
-		{"abandoned by Shutdown", func(w *world, l *Locker, _ *Lock) {
-			ctx, cancel := context.WithTimeout(w.t.Context(), time.Second)
+		{"released", func(w *virtual.World, _ *Locker, k *Lock) { _ = k.Release(w.T.Context()) }, context.Canceled, context.Canceled, ErrLost, EventReleased},
+		{"deleted", func(w *virtual.World, _ *Locker, k *Lock) { w.Redis.Del(k.Key()); time.Sleep(ttl / 3) }, context.Canceled, ErrLost, ErrLost, EventLost},
+		{"out of reach", func(_ *virtual.World, l *Locker, k *Lock) { time.Sleep(ttl) }, context.Canceled, ErrLost, ErrLost, EventLost},
+		{"abandoned by Shutdown", func(w *virtual.World, l *Locker, _ *Lock) {
+			ctx, cancel := context.WithTimeout(w.T.Context(), time.Second)
 			defer cancel()
 			if err := l.Shutdown(ctx); !errors.Is(err, context.DeadlineExceeded) {
-				w.t.Errorf("Shutdown returns %v, want its context's error", err)
+				w.T.Errorf("Shutdown returns %v, want its context's error", err)
 			}
 		}, context.Canceled, ErrClosed, ErrLost, EventAbandoned},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var b books
-				h := w.host("h")
-				l := h.locker(&b, WithTTL(ttl))
+				h := w.Host("h")
+				l := locker(h, &b, WithTTL(ttl))
 				k := heldLock(t, l, "n")
 				time.Sleep(time.Millisecond)
 				if ended(k) || context.Cause(k.Context()) != nil {
 					t.Error("a lock that is held has an ended context")
 				}
 				if test.name == "out of reach" {
-					h.lockLink.hang()
+					h.LockLink.Hang()
 				}
 				test.end(w, l, k)
 				time.Sleep(time.Millisecond)
@@ -1383,7 +1387,7 @@ func TestTheContextOfALockSaysHowItEnded(t *testing.T) {
 				if released := errors.Is(context.Cause(k.Context()), ErrLost); test.event == EventReleased && released {
 					t.Error("a released lock looks lost")
 				}
-				h.lockLink.heal()
+				h.LockLink.Heal()
 				if err := k.Check(t.Context()); !errors.Is(err, test.check) {
 					t.Errorf("Check says %v, want %v", err, test.check)
 				}
@@ -1399,11 +1403,11 @@ func TestTheContextOfALockSaysHowItEnded(t *testing.T) {
 
 func TestALockEndsOnceWhateverElseHappensToIt(t *testing.T) {
 	const ttl = 3 * time.Second
-	end := map[EventKind]func(w *world, l *Locker, k *Lock){
-		EventReleased: func(w *world, _ *Locker, k *Lock) { _ = k.Release(w.t.Context()) },
-		EventLost:     func(w *world, _ *Locker, k *Lock) { w.redis.Del(k.Key()); _ = k.Check(w.t.Context()) },
-		EventAbandoned: func(w *world, l *Locker, _ *Lock) {
-			over, cancel := context.WithCancel(w.t.Context())
+	end := map[EventKind]func(w *virtual.World, l *Locker, k *Lock){
+		EventReleased: func(w *virtual.World, _ *Locker, k *Lock) { _ = k.Release(w.T.Context()) },
+		EventLost:     func(w *virtual.World, _ *Locker, k *Lock) { w.Redis.Del(k.Key()); _ = k.Check(w.T.Context()) },
+		EventAbandoned: func(w *virtual.World, l *Locker, _ *Lock) {
+			over, cancel := context.WithCancel(w.T.Context())
 			cancel()
 			_ = l.Shutdown(over)
 		},
@@ -1411,9 +1415,9 @@ func TestALockEndsOnceWhateverElseHappensToIt(t *testing.T) {
 	for first := range end {
 		for then := range end {
 			t.Run(fmt.Sprintf("%s, then %s", first, then), func(t *testing.T) {
-				virtual(t, func(t *testing.T, w *world) {
+				virtual.Run(t, func(t *testing.T, w *virtual.World) {
 					var b books
-					l := w.host("h").locker(&b, WithTTL(ttl))
+					l := locker(w.Host("h"), &b, WithTTL(ttl))
 					k := heldLock(t, l, "n")
 					end[first](w, l, k)
 					cause := context.Cause(k.Context())
@@ -1438,40 +1442,40 @@ func TestALockEndsOnceWhateverElseHappensToIt(t *testing.T) {
 // Check.
 
 func TestCheckExtendsALockThatIsHeld(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		const ttl = 30 * time.Second
 		var b books
-		h := w.host("h")
-		k := heldLock(t, h.locker(&b, WithTTL(ttl)), "n")
+		h := w.Host("h")
+		k := heldLock(t, locker(h, &b, WithTTL(ttl)), "n")
 		time.Sleep(9 * time.Second)
 		if err := k.Check(t.Context()); err != nil {
 			t.Errorf("Check says %v", err)
 		}
-		if left := w.redis.TTL(k.Key()); left != ttl {
+		if left := w.Redis.TTL(k.Key()); left != ttl {
 			t.Errorf("after it the TTL is %s, want %s", left, ttl)
 		}
 		checked := time.Now()
-		h.lockLink.hang()
+		h.LockLink.Hang()
 		awaitEnd(k)
 		if valid := time.Since(checked); valid != ttl-ttl/10 {
 			t.Errorf("it made the lock valid for %s, want %s", valid, ttl-ttl/10)
 		}
-		h.lockLink.heal()
+		h.LockLink.Heal()
 		_ = k.Release(t.Context())
 		b.balance(t, 0)
 	})
 }
 
 func TestCheckNoticesALossAtOnce(t *testing.T) {
-	for name, tamper := range map[string]func(*world, string){
-		"deleted":    func(w *world, key string) { w.redis.Del(key) },
-		"another's":  func(w *world, key string) { _ = w.redis.Set(key, encodeValue(Holder{}, "another token")) },
-		"wrong type": func(w *world, key string) { w.redis.Del(key); w.redis.HSet(key, "f", "v") },
+	for name, tamper := range map[string]func(*virtual.World, string){
+		"deleted":    func(w *virtual.World, key string) { w.Redis.Del(key) },
+		"another's":  func(w *virtual.World, key string) { _ = w.Redis.Set(key, encodeValue(Holder{}, "another token")) },
+		"wrong type": func(w *virtual.World, key string) { w.Redis.Del(key); w.Redis.HSet(key, "f", "v") },
 	} {
 		t.Run(name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var b books
-				k := heldLock(t, w.host("h").locker(&b), "n")
+				k := heldLock(t, locker(w.Host("h"), &b), "n")
 				tamper(w, k.Key())
 				for range 2 {
 					if err := k.Check(t.Context()); !errors.Is(err, ErrLost) || errors.Is(err, ErrUnavailable) {
@@ -1481,8 +1485,8 @@ func TestCheckNoticesALossAtOnce(t *testing.T) {
 				if cause := context.Cause(k.Context()); !errors.Is(cause, ErrLost) {
 					t.Errorf("the context's cause is %v, want ErrLost", cause)
 				}
-				if w.elapsed() > 0 {
-					t.Errorf("it took %s", w.elapsed())
+				if w.Elapsed() > 0 {
+					t.Errorf("it took %s", w.Elapsed())
 				}
 				if err := k.Release(t.Context()); !errors.Is(err, ErrLost) {
 					t.Errorf("Release says %v, want ErrLost", err)
@@ -1511,11 +1515,11 @@ func TestCheckWaitsForAnAnswerNoLongerThanItMay(t *testing.T) {
 			"go-redis waits for ever": patient,
 		} {
 			t.Run(test.name+"/"+name, func(t *testing.T) {
-				virtual(t, func(t *testing.T, w *world) {
+				virtual.Run(t, func(t *testing.T, w *virtual.World) {
 					var b books
-					h := w.host("h", tune)
-					k := heldLock(t, h.locker(&b, WithTTL(ttl)), "n")
-					h.lockLink.hang()
+					h := w.Host("h", tune)
+					k := heldLock(t, locker(h, &b, WithTTL(ttl)), "n")
+					h.LockLink.Hang()
 					ctx, cancel := context.WithTimeout(t.Context(), test.timeout)
 					defer cancel()
 					began := time.Now()
@@ -1529,7 +1533,7 @@ func TestCheckWaitsForAnAnswerNoLongerThanItMay(t *testing.T) {
 					if ended(k) != test.lost {
 						t.Errorf("the lock has ended: %t, want %t", ended(k), test.lost)
 					}
-					h.lockLink.heal()
+					h.LockLink.Heal()
 					_ = k.Release(t.Context())
 					b.balance(t, 0)
 				})
@@ -1541,15 +1545,15 @@ func TestCheckWaitsForAnAnswerNoLongerThanItMay(t *testing.T) {
 func TestCheckWithoutAnAnswerLeavesTheLockHeld(t *testing.T) {
 	for _, refusal := range []string{"LOADING Redis is loading the dataset in memory", "NOPERM this user has no permissions to run the 'evalsha' command"} {
 		t.Run(strings.Fields(refusal)[0], func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var b books
-				h := w.host("h", once)
-				k := heldLock(t, h.locker(&b), "n")
-				f := h.lockLink.every(extendScript.Hash()).refuse(refusal)
+				h := w.Host("h", once)
+				k := heldLock(t, locker(h, &b), "n")
+				f := h.LockLink.Every(extendScript.Hash()).Refuse(refusal)
 				if err := k.Check(t.Context()); !errors.Is(err, ErrUnavailable) || errors.Is(err, ErrLost) || ended(k) {
 					t.Errorf("Check says %v, context ended: %t; want ErrUnavailable, false", err, ended(k))
 				}
-				f.lift()
+				f.Lift()
 				if err := k.Check(t.Context()); err != nil {
 					t.Errorf("after that, Check says %v", err)
 				}
@@ -1563,13 +1567,13 @@ func TestCheckWithoutAnAnswerLeavesTheLockHeld(t *testing.T) {
 // Release.
 
 func TestReleaseCountsOnceHoweverOftenItIsCalled(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
 		teachScripts(w)
-		h := w.host("h")
-		l := h.locker(&b)
+		h := w.Host("h")
+		l := locker(h, &b)
 		k := heldLock(t, l, "n")
-		h.lockLink.slow(100 * time.Millisecond)
+		h.LockLink.Slow(100 * time.Millisecond)
 		var wg sync.WaitGroup
 		for range 20 {
 			wg.Go(func() {
@@ -1579,12 +1583,12 @@ func TestReleaseCountsOnceHoweverOftenItIsCalled(t *testing.T) {
 			})
 		}
 		wg.Wait()
-		h.lockLink.slow(0)
+		h.LockLink.Slow(0)
 		successor := heldLock(t, l, "n")
 		if err := k.Release(t.Context()); err != nil {
 			t.Errorf("a later release: %v", err)
 		}
-		if n := len(h.lockLink.sent(releaseScript.Hash())); n != 1 {
+		if n := len(h.LockLink.Sent(releaseScript.Hash())); n != 1 {
 			t.Errorf("Redis was asked %d times, want once", n)
 		}
 		if err := successor.Check(t.Context()); err != nil {
@@ -1596,9 +1600,9 @@ func TestReleaseCountsOnceHoweverOftenItIsCalled(t *testing.T) {
 }
 
 func TestALaterReleaseReturnsWhatTheFirstDidEvenIfItsContextHasEnded(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		k := heldLock(t, w.host("h").locker(&b), "n")
+		k := heldLock(t, locker(w.Host("h"), &b), "n")
 		if err := k.Release(t.Context()); err != nil {
 			t.Error(err)
 		}
@@ -1613,13 +1617,13 @@ func TestALaterReleaseReturnsWhatTheFirstDidEvenIfItsContextHasEnded(t *testing.
 }
 
 func TestReleaseWaitsForTheReplyAsLongAsItsContextAllows(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
 		teachScripts(w)
-		h := w.host("h", patient)
-		k := heldLock(t, h.locker(&b), "n")
+		h := w.Host("h", patient)
+		k := heldLock(t, locker(h, &b), "n")
 		const lag = 4 * time.Second
-		h.lockLink.next(releaseScript.Hash()).delay(lag)
+		h.LockLink.Next(releaseScript.Hash()).Delay(lag)
 		began := time.Now()
 		for _, wait := range []time.Duration{0, time.Second} {
 			ctx, cancel := context.WithTimeout(t.Context(), wait)
@@ -1638,14 +1642,14 @@ func TestReleaseWaitsForTheReplyAsLongAsItsContextAllows(t *testing.T) {
 				t.Errorf("Check says %v while the release is under way, want ErrLost", err)
 			}
 		}
-		if n := b.count(EventReleased); n != 0 || !w.redis.Exists(k.Key()) {
+		if n := b.count(EventReleased); n != 0 || !w.Redis.Exists(k.Key()) {
 			t.Errorf("told as released %d times before Redis was told", n)
 		}
 		if err := k.Release(t.Context()); err != nil {
 			t.Errorf("the reply says %v", err)
 		}
-		if took := time.Since(began); took != lag || w.redis.Exists(k.Key()) {
-			t.Errorf("freed after %s: %t, want %s", took, !w.redis.Exists(k.Key()), lag)
+		if took := time.Since(began); took != lag || w.Redis.Exists(k.Key()) {
+			t.Errorf("freed after %s: %t, want %s", took, !w.Redis.Exists(k.Key()), lag)
 		}
 		b.want(t, "acquired=1 released=1")
 	})
@@ -1656,24 +1660,27 @@ func TestReleaseSaysWhatRedisSays(t *testing.T) {
 	foreign := encodeValue(Holder{Host: "elsewhere"}, "another token")
 	for _, test := range []struct {
 		name    string
-		prepare func(w *world, h *host, k *Lock)
+		prepare func(w *virtual.World, h *virtual.Host, k *Lock)
 		matches []error
 		text    string
 		event   EventKind
 	}{
-		{"ours", func(*world, *host, *Lock) {}, nil, "", EventReleased},
-		{"gone while valid", func(w *world, _ *host, k *Lock) { w.redis.Del(k.Key()) }, nil, "", EventReleased},
-		{"another's", func(w *world, _ *host, k *Lock) { _ = w.redis.Set(k.Key(), foreign) }, []error{ErrLost}, k1, EventLost},
-		{"wrong type", func(w *world, _ *host, k *Lock) { w.redis.Del(k.Key()); w.redis.HSet(k.Key(), "f", "v") }, []error{ErrLost}, k1, EventLost},
-		{"out of reach", func(_ *world, h *host, _ *Lock) { h.lockLink.cut() }, []error{ErrUnavailable}, k1, EventReleased},
-		{"forbidden", func(_ *world, h *host, _ *Lock) { h.lockLink.every("").refuse("NOPERM no permission") }, nil, "NOPERM no permission", EventReleased},
-		{"lost before", func(_ *world, h *host, _ *Lock) { h.lockLink.cut(); time.Sleep(ttl); h.lockLink.heal() }, []error{ErrLost}, k1, EventLost},
+		{"ours", func(*virtual.World, *virtual.Host, *Lock) {}, nil, "", EventReleased},
+		{"gone while valid", func(w *virtual.World, _ *virtual.Host, k *Lock) { w.Redis.Del(k.Key()) }, nil, "", EventReleased},
+		{"another's", func(w *virtual.World, _ *virtual.Host, k *Lock) { _ = w.Redis.Set(k.Key(), foreign) }, []error{ErrLost}, k1, EventLost},
+		{"wrong type", func(w *virtual.World, _ *virtual.Host, k *Lock) {
+			w.Redis.Del(k.Key())
+			w.Redis.HSet(k.Key(), "f", "v")
+		}, []error{ErrLost}, k1, EventLost},
+		{"out of reach", func(_ *virtual.World, h *virtual.Host, _ *Lock) { h.LockLink.Cut() }, []error{ErrUnavailable}, k1, EventReleased},
+		{"forbidden", func(_ *virtual.World, h *virtual.Host, _ *Lock) { h.LockLink.Every("").Refuse("NOPERM no permission") }, nil, "NOPERM no permission", EventReleased},
+		{"lost before", func(_ *virtual.World, h *virtual.Host, _ *Lock) { h.LockLink.Cut(); time.Sleep(ttl); h.LockLink.Heal() }, []error{ErrLost}, k1, EventLost},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var b books
-				h := w.host("h")
-				k := heldLock(t, h.locker(&b, WithTTL(ttl)), "n")
+				h := w.Host("h")
+				k := heldLock(t, locker(h, &b, WithTTL(ttl)), "n")
 				test.prepare(w, h, k)
 				first := k.Release(t.Context())
 				for _, target := range []error{ErrHeld, ErrLost, ErrUnavailable, ErrClosed} {
@@ -1692,10 +1699,10 @@ func TestReleaseSaysWhatRedisSays(t *testing.T) {
 				} else if (e[0].Err == nil) != (first == nil) {
 					t.Errorf("the event's error is %v, the release's %v", e[0].Err, first)
 				}
-				switch value, _ := w.redis.Get(k.Key()); {
+				switch value, _ := w.Redis.Get(k.Key()); {
 				case test.name == "another's" && value != foreign:
 					t.Errorf("the key holds %q, want what it did", value)
-				case test.name == "wrong type" && w.redis.HGet(k.Key(), "f") != "v":
+				case test.name == "wrong type" && w.Redis.HGet(k.Key(), "f") != "v":
 					t.Error("the hash is gone")
 				}
 			})
@@ -1705,17 +1712,17 @@ func TestReleaseSaysWhatRedisSays(t *testing.T) {
 
 // A handler has no other context at hand than the one that Release ends.
 func TestAHandlerCanReleaseWithItsOwnContext(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
 		const roundTrip = 100 * time.Millisecond
-		h := w.host("h")
-		err := h.locker(&b).Do(t.Context(), "n", func(ctx context.Context) error {
+		h := w.Host("h")
+		err := locker(h, &b).Do(t.Context(), "n", func(ctx context.Context) error {
 			k, _ := FromContext(ctx)
-			h.lockLink.slow(roundTrip)
+			h.LockLink.Slow(roundTrip)
 			if err := k.Release(ctx); err != nil {
 				t.Errorf("Redis would have answered in %s, but Release says: %v", roundTrip, err)
 			}
-			if w.redis.Exists(k.Key()) {
+			if w.Redis.Exists(k.Key()) {
 				t.Error("Release came back before the key was free")
 			}
 			return nil
@@ -1728,9 +1735,9 @@ func TestAHandlerCanReleaseWithItsOwnContext(t *testing.T) {
 }
 
 func TestReleaseByHandEndsTheHandlersContextAndLeavesNoMarker(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var cause error
-		s := lockedService(w.host("h"), func(ctx context.Context) error {
+		s := lockedService(w.Host("h"), func(ctx context.Context) error {
 			k, _ := FromContext(ctx)
 			if err := k.Release(context.WithoutCancel(ctx)); err != nil {
 				t.Error(err)
@@ -1739,12 +1746,12 @@ func TestReleaseByHandEndsTheHandlersContextAndLeavesNoMarker(t *testing.T) {
 			return nil
 		}, WithDoneFor(time.Hour))
 		info, _ := s.run()
-		w.until(10*time.Second, "task gone", func() bool { return w.state(info) == "gone" })
+		w.Until(10*time.Second, "task gone", func() bool { return w.State(info) == "gone" })
 		s.finishes(time.Second)
 		if cause != context.Canceled {
 			t.Errorf("the handler's context ended by %v, want context.Canceled", cause)
 		}
-		if w.redis.Exists(s.key) {
+		if w.Redis.Exists(s.key) {
 			t.Error("a marker was written")
 		}
 	})
@@ -1753,10 +1760,10 @@ func TestReleaseByHandEndsTheHandlersContextAndLeavesNoMarker(t *testing.T) {
 // Holder and ForceRelease.
 
 func TestHolderSaysWhoHoldsTheLock(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		h := w.host("h")
-		l := h.locker(&b, WithDoneFor(time.Minute))
+		h := w.Host("h")
+		l := locker(h, &b, WithDoneFor(time.Minute))
 		see := func(when string, wantOK, wantDone bool) Holder {
 			t.Helper()
 			got, ok, err := l.Holder(t.Context(), "n")
@@ -1784,9 +1791,9 @@ func TestHolderSaysWhoHoldsTheLock(t *testing.T) {
 		see("marker lapsed", false, false)
 
 		for what, put := range map[string]func(){
-			"foreign text":    func() { _ = w.redis.Set(k1, "secret") },
-			"another version": func() { _ = w.redis.Set(k1, "redislock/2 secret") },
-			"wrong type":      func() { w.redis.Del(k1); w.redis.HSet(k1, "f", "secret") },
+			"foreign text":    func() { _ = w.Redis.Set(k1, "secret") },
+			"another version": func() { _ = w.Redis.Set(k1, "redislock/2 secret") },
+			"wrong type":      func() { w.Redis.Del(k1); w.Redis.HSet(k1, "f", "secret") },
 		} {
 			put()
 			got, ok, err := l.Holder(t.Context(), "n")
@@ -1794,7 +1801,7 @@ func TestHolderSaysWhoHoldsTheLock(t *testing.T) {
 				t.Errorf("%s: %+v, %t, %v; want an error that names the key", what, got, ok, err)
 			}
 		}
-		h.lockLink.cut()
+		h.LockLink.Cut()
 		if _, ok, err := l.Holder(t.Context(), "n"); !errors.Is(err, ErrUnavailable) || ok {
 			t.Errorf("out of reach: %t, %v; want ErrUnavailable", ok, err)
 		}
@@ -1803,12 +1810,12 @@ func TestHolderSaysWhoHoldsTheLock(t *testing.T) {
 }
 
 func TestForceReleaseFreesALockOrAMarker(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		const ttl = 6 * time.Second
 		var b books
-		holder, operator := w.host("holder"), w.host("operator")
-		l := holder.locker(&b, WithTTL(ttl), WithDoneFor(time.Hour))
-		o := operator.locker(&b)
+		holder, operator := w.Host("holder"), w.Host("operator")
+		l := locker(holder, &b, WithTTL(ttl), WithDoneFor(time.Hour))
+		o := locker(operator, &b)
 		if err := o.ForceRelease(t.Context(), "n"); err != nil {
 			t.Errorf("of a free lock: %v", err)
 		}
@@ -1839,10 +1846,10 @@ func TestForceReleaseFreesALockOrAMarker(t *testing.T) {
 		if err := o.ForceRelease(t.Context(), "n"); err != nil {
 			t.Errorf("of a done marker: %v", err)
 		}
-		if w.redis.Exists(k1) {
+		if w.Redis.Exists(k1) {
 			t.Error("the marker is still there")
 		}
-		operator.lockLink.cut()
+		operator.LockLink.Cut()
 		if err := o.ForceRelease(t.Context(), "n"); !errors.Is(err, ErrUnavailable) || !strings.Contains(err.Error(), k1) {
 			t.Errorf("out of reach: %v, want ErrUnavailable and the key", err)
 		}

@@ -1,19 +1,14 @@
 package redislock
 
 import (
-	"context"
 	"testing"
 
+	"example.com/redislock/internal/virtual"
 	"github.com/redis/go-redis/v9"
 	"go.uber.org/goleak"
 )
 
 func TestMain(m *testing.M) {
-	redis.SetLogger(quiet{})
+	redis.SetLogger(virtual.Quiet{})
 	goleak.VerifyTestMain(m)
 }
-
-// quiet keeps go-redis from telling the terminal about every connection that a test breaks.
-type quiet struct{}
-
-func (quiet) Printf(context.Context, string, ...any) {}

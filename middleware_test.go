@@ -16,6 +16,8 @@ import (
 	"time"
 	"unicode"
 
+	"example.com/redislock/internal/virtual"
+
 	"github.com/hibiken/asynq"
 	"github.com/redis/go-redis/v9"
 )
@@ -42,25 +44,8 @@ func (c *complaints) all() []error {
 func everySecond(int, error, *asynq.Task) time.Duration { return time.Second }
 
 // lockKeys returns the keys in Redis that are not asynq's own.
-func (w *world) lockKeys() []string {
-	return slices.DeleteFunc(w.redis.Keys(), func(key string) bool { return strings.HasPrefix(key, "asynq:") })
-}
-
-// settled reports whether asynq is through with a task.
-func (w *world) settled(info *asynq.TaskInfo) bool {
-	s := w.state(info)
-	return s == "gone" || s == "archived" || s == "completed"
-}
-
-// untouched fails the test unless the task has lost none of its retries and asynq has counted no failure in its queue.
-func (w *world) untouched(info *asynq.TaskInfo) {
-	w.t.Helper()
-	if now := w.task(info); now != nil && now.Retried != 0 {
-		w.t.Errorf("Retried is %d, want 0: %s", now.Retried, now.LastErr)
-	}
-	if failed := w.stats(info.Queue).Failed; failed != 0 {
-		w.t.Errorf("asynq counted %d failures, want 0", failed)
-	}
+func lockKeys(w *virtual.World) []string {
+	return slices.DeleteFunc(w.Redis.Keys(), func(key string) bool { return strings.HasPrefix(key, "asynq:") })
 }
 
 // --- What a handler ends with ---
@@ -89,16 +74,16 @@ type fate struct {
 	retried, failed          int
 }
 
-func fateOf(w *world, h *host, handler asynq.Handler) fate {
+func fateOf(w *virtual.World, h *virtual.Host, handler asynq.Handler) fate {
 	var told complaints
-	h.serve(ServerConfig(asynq.Config{
+	h.Serve(ServerConfig(asynq.Config{
 		ErrorHandler:   &told,
 		RetryDelayFunc: func(int, error, *asynq.Task) time.Duration { return time.Hour },
 	}), handler)
-	info := w.enqueue(asynq.NewTask("print", nil), asynq.MaxRetry(3), asynq.Timeout(10*time.Second))
-	w.until(20*time.Second, "task out of the worker", func() bool { s := w.state(info); return s != "pending" && s != "active" })
-	f := fate{state: w.state(info), reported: fmt.Sprint(told.all()), failed: w.stats("default").Failed}
-	if now := w.task(info); now != nil {
+	info := w.Enqueue(asynq.NewTask("print", nil), asynq.MaxRetry(3), asynq.Timeout(10*time.Second))
+	w.Until(20*time.Second, "task out of the worker", func() bool { s := w.State(info); return s != "pending" && s != "active" })
+	f := fate{state: w.State(info), reported: fmt.Sprint(told.all()), failed: w.Stats("default").Failed}
+	if now := w.Task(info); now != nil {
 		f.lastErr, f.retried = now.LastErr, now.Retried
 	}
 	return f
@@ -109,11 +94,11 @@ func TestWhateverAHandlerEndsWithReachesAsynqUnchangedAndFreesTheLock(t *testing
 		t.Run(c.name, func(t *testing.T) {
 			handler := asynq.HandlerFunc(func(context.Context, *asynq.Task) error { return c.end() })
 			var bare, locked fate
-			virtual(t, func(_ *testing.T, w *world) { bare = fateOf(w, w.host("h"), handler) })
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(_ *testing.T, w *virtual.World) { bare = fateOf(w, w.Host("h"), handler) })
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var b books
-				h := w.host("h")
-				l := h.locker(&b)
+				h := w.Host("h")
+				l := locker(h, &b)
 				locked = fateOf(w, h, l.Middleware(handler))
 
 				acquired, released := b.of(EventAcquired), b.of(EventReleased)
@@ -123,7 +108,7 @@ func TestWhateverAHandlerEndsWithReachesAsynqUnchangedAndFreesTheLock(t *testing
 				if released[0].Held != 0 {
 					t.Errorf("the lock was held for %s by a handler that ended at once", released[0].Held)
 				}
-				if keys := w.lockKeys(); len(keys) != 0 {
+				if keys := lockKeys(w); len(keys) != 0 {
 					t.Errorf("keys left: %q", keys)
 				}
 				if ran := b.of(EventRan); len(ran) != 1 || !errors.Is(ran[0].Err, c.outcome) {
@@ -141,10 +126,10 @@ func TestWhateverAHandlerEndsWithReachesAsynqUnchangedAndFreesTheLock(t *testing
 func TestOnlySuccessLeavesADoneMarker(t *testing.T) {
 	for _, c := range waysToEnd {
 		t.Run(c.name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var b books
-				h := w.host("h")
-				l := h.locker(&b, WithDoneFor(time.Hour))
+				h := w.Host("h")
+				l := locker(h, &b, WithDoneFor(time.Hour))
 				fateOf(w, h, l.Middleware(asynq.HandlerFunc(func(context.Context, *asynq.Task) error { return c.end() })))
 				name, _ := l.Name(t.Context(), asynq.NewTask("print", nil))
 				holder, ok, err := l.Holder(t.Context(), name)
@@ -158,9 +143,9 @@ func TestOnlySuccessLeavesADoneMarker(t *testing.T) {
 }
 
 func TestAPanicPassesThroughTheLockAsItIs(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		l := w.host("h").locker(&b)
+		l := locker(w.Host("h"), &b)
 		value := &struct{ why string }{"paper jam"}
 		func() {
 			defer func() {
@@ -172,7 +157,7 @@ func TestAPanicPassesThroughTheLockAsItIs(t *testing.T) {
 				ProcessTask(t.Context(), asynq.NewTask("print", nil))
 			t.Error("the panic did not pass through")
 		}()
-		if keys := w.lockKeys(); len(keys) != 0 {
+		if keys := lockKeys(w); len(keys) != 0 {
 			t.Errorf("keys left: %q", keys)
 		}
 		b.balance(t, 1)
@@ -180,37 +165,37 @@ func TestAPanicPassesThroughTheLockAsItIs(t *testing.T) {
 }
 
 func TestALockIsReleasedThoughItsContextIsCancelled(t *testing.T) {
-	for name, cancel := range map[string]func(*world, *asynq.Server, *asynq.TaskInfo){
-		"by the inspector": func(w *world, _ *asynq.Server, info *asynq.TaskInfo) {
-			if err := w.inspector.CancelProcessing(info.ID); err != nil {
-				w.t.Error(err)
+	for name, cancel := range map[string]func(*virtual.World, *asynq.Server, *asynq.TaskInfo){
+		"by the inspector": func(w *virtual.World, _ *asynq.Server, info *asynq.TaskInfo) {
+			if err := w.Inspector.CancelProcessing(info.ID); err != nil {
+				w.T.Error(err)
 			}
 		},
-		"by its timeout": func(*world, *asynq.Server, *asynq.TaskInfo) { time.Sleep(30 * time.Second) },
+		"by its timeout": func(*virtual.World, *asynq.Server, *asynq.TaskInfo) { time.Sleep(30 * time.Second) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var b books
-				h := w.host("h")
-				h.lockLink.slow(10 * time.Millisecond)
+				h := w.Host("h")
+				h.LockLink.Slow(10 * time.Millisecond)
 				var returned time.Time
-				srv := h.serve(ServerConfig(asynq.Config{}), h.locker(&b).Middleware(asynq.HandlerFunc(
+				srv := h.Serve(ServerConfig(asynq.Config{}), locker(h, &b).Middleware(asynq.HandlerFunc(
 					func(ctx context.Context, _ *asynq.Task) error {
 						defer func() { returned = time.Now() }()
-						return busy(ctx, time.Hour)
+						return virtual.Busy(ctx, time.Hour)
 					})))
-				info := w.enqueue(asynq.NewTask("print", nil), asynq.Timeout(30*time.Second))
-				w.until(5*time.Second, "lock held", func() bool { return len(w.lockKeys()) == 1 })
+				info := w.Enqueue(asynq.NewTask("print", nil), asynq.Timeout(30*time.Second))
+				w.Until(5*time.Second, "lock held", func() bool { return len(lockKeys(w)) == 1 })
 				time.Sleep(time.Second) // until the server listens for cancelations
 				cancel(w, srv, info)
-				w.until(5*time.Second, "lock released", func() bool { return b.count(EventReleased) == 1 })
+				w.Until(5*time.Second, "lock released", func() bool { return b.count(EventReleased) == 1 })
 				if e := b.of(EventReleased)[0]; e.Err != nil {
 					t.Errorf("released with %v", e.Err)
 				}
-				if sent := h.lockLink.sent(releaseScript.Hash()); len(sent) == 0 || sent[0].at.Sub(returned) > time.Millisecond {
+				if sent := h.LockLink.Sent(releaseScript.Hash()); len(sent) == 0 || sent[0].At.Sub(returned) > time.Millisecond {
 					t.Errorf("the release was not sent when the handler returned: %v", sent)
 				}
-				if keys := w.lockKeys(); len(keys) != 0 {
+				if keys := lockKeys(w); len(keys) != 0 {
 					t.Errorf("keys left: %q", keys)
 				}
 				b.balance(t, 1)
@@ -220,21 +205,23 @@ func TestALockIsReleasedThoughItsContextIsCancelled(t *testing.T) {
 }
 
 func TestAFailingReleaseNeitherMasksTheResultNorHoldsItUp(t *testing.T) {
-	for name, trouble := range map[string]func(*link){
-		"refused":       (*link).cut,
-		"silence":       (*link).hang,
-		"no permission": func(l *link) { l.every("").refuse("NOPERM this user has no permissions to run the 'evalsha' command") },
-		"read only":     func(l *link) { l.every("").refuse("READONLY You can't write against a read only replica.") },
+	for name, trouble := range map[string]func(*virtual.Link){
+		"refused": (*virtual.Link).Cut,
+		"silence": (*virtual.Link).Hang,
+		"no permission": func(l *virtual.Link) {
+			l.Every("").Refuse("NOPERM this user has no permissions to run the 'evalsha' command")
+		},
+		"read only": func(l *virtual.Link) { l.Every("").Refuse("READONLY You can't write against a read only replica.") },
 	} {
 		for _, result := range []error{nil, errPrinter} {
 			for _, ttl := range []time.Duration{5 * time.Second, time.Minute} {
 				t.Run(fmt.Sprintf("%s, %v, TTL %s", name, result, ttl), func(t *testing.T) {
-					virtual(t, func(t *testing.T, w *world) {
+					virtual.Run(t, func(t *testing.T, w *virtual.World) {
 						var b books
-						h := w.host("h")
+						h := w.Host("h")
 						var end time.Time
-						err := h.locker(&b, WithTTL(ttl)).Middleware(asynq.HandlerFunc(func(context.Context, *asynq.Task) error {
-							trouble(h.lockLink)
+						err := locker(h, &b, WithTTL(ttl)).Middleware(asynq.HandlerFunc(func(context.Context, *asynq.Task) error {
+							trouble(h.LockLink)
 							end = time.Now()
 							return result
 						})).ProcessTask(t.Context(), asynq.NewTask("print", nil))
@@ -244,8 +231,8 @@ func TestAFailingReleaseNeitherMasksTheResultNorHoldsItUp(t *testing.T) {
 						if took, bound := time.Since(end), min(2*time.Second, ttl/10); took > bound {
 							t.Errorf("the return took %s, want at most %s", took, bound)
 						}
-						w.until(3*ttl, "key lapsed", func() bool { return len(w.lockKeys()) == 0 })
-						w.until(3*ttl, "lock booked", func() bool { return b.count(EventReleased) == 1 })
+						w.Until(3*ttl, "key lapsed", func() bool { return len(lockKeys(w)) == 0 })
+						w.Until(3*ttl, "lock booked", func() bool { return b.count(EventReleased) == 1 })
 						if e := b.of(EventReleased)[0]; e.Err == nil {
 							t.Error("the event does not say that the release is unconfirmed")
 						}
@@ -260,11 +247,11 @@ func TestAFailingReleaseNeitherMasksTheResultNorHoldsItUp(t *testing.T) {
 func TestAnErrorOfAHandlerWhoseLockWasLostMatchesBoth(t *testing.T) {
 	for name, result := range map[string]error{"nil": nil, "error": errPrinter, "SkipRetry": asynq.SkipRetry} {
 		t.Run(name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var b books
-				h := w.host("h")
-				err := h.locker(&b).Middleware(asynq.HandlerFunc(func(ctx context.Context, _ *asynq.Task) error {
-					w.redis.Del(w.lockKeys()[0])
+				h := w.Host("h")
+				err := locker(h, &b).Middleware(asynq.HandlerFunc(func(ctx context.Context, _ *asynq.Task) error {
+					w.Redis.Del(lockKeys(w)[0])
 					<-ctx.Done()
 					return result
 				})).ProcessTask(t.Context(), asynq.NewTask("print", nil))
@@ -291,35 +278,35 @@ func TestOneNameInTwoQueuesIsOneLockUnlessPerQueueTellsThemApart(t *testing.T) {
 		"Shared":           Shared("reports", ByType),
 		"own":              func(context.Context, *asynq.Task) (string, error) { return "reports", nil },
 	}
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		var runs tally
-		h := w.host("h")
+		var runs virtual.Tally
+		h := w.Host("h")
 		mux := asynq.NewServeMux()
 		handler := asynq.HandlerFunc(func(ctx context.Context, task *asynq.Task) error {
-			defer runs.start(task.Type())()
-			return busy(ctx, 3*time.Second)
+			defer runs.Start(task.Type())()
+			return virtual.Busy(ctx, 3*time.Second)
 		})
 		for name, key := range keys {
 			common, apart := name+", one lock", name+", PerQueue"
-			mux.Handle(common, h.locker(&b, WithKey(key), WithKeyPrefix(common), WithTTL(2*time.Second)).Middleware(handler))
-			mux.Handle(apart, h.locker(&b, WithKey(PerQueue(key)), WithKeyPrefix(apart)).Middleware(handler))
+			mux.Handle(common, locker(h, &b, WithKey(key), WithKeyPrefix(common), WithTTL(2*time.Second)).Middleware(handler))
+			mux.Handle(apart, locker(h, &b, WithKey(PerQueue(key)), WithKeyPrefix(apart)).Middleware(handler))
 		}
-		h.serve(ServerConfig(asynq.Config{Concurrency: 50, Queues: map[string]int{"high": 1, "low": 1}}), mux)
+		h.Serve(ServerConfig(asynq.Config{Concurrency: 50, Queues: map[string]int{"high": 1, "low": 1}}), mux)
 		for name := range keys {
 			for _, kind := range []string{name + ", one lock", name + ", PerQueue"} {
 				task := asynq.NewTaskWithHeaders(kind, []byte(`{"day":1}`), map[string]string{"tenant": "acme"})
 				for _, queue := range []string{"high", "low"} {
-					w.enqueue(task, asynq.Queue(queue), asynq.TaskID(kind))
+					w.Enqueue(task, asynq.Queue(queue), asynq.TaskID(kind))
 				}
 			}
 		}
-		w.until(20*time.Second, "all done", func() bool { return w.drained("high", "low") })
+		w.Until(20*time.Second, "all done", func() bool { return w.Drained("high", "low") })
 		for name := range keys {
 			for _, kind := range []string{name + ", one lock", name + ", PerQueue"} {
-				together := slices.ContainsFunc(runs.overlaps(), func(s string) bool { return strings.HasPrefix(s, kind+":") })
-				if want := strings.HasSuffix(kind, "PerQueue"); together != want || runs.count(kind) != 2 {
-					t.Errorf("%s: %d runs, together: %v; want 2, %v", kind, runs.count(kind), together, want)
+				together := slices.ContainsFunc(runs.Overlaps(), func(s string) bool { return strings.HasPrefix(s, kind+":") })
+				if want := strings.HasSuffix(kind, "PerQueue"); together != want || runs.Count(kind) != 2 {
+					t.Errorf("%s: %d runs, together: %v; want 2, %v", kind, runs.Count(kind), together, want)
 				}
 			}
 		}
@@ -359,31 +346,31 @@ func TestWhatAKeyFuncAnswersDecidesWhetherAndHowATaskFails(t *testing.T) {
 		}, 2, 0, "", nil, EventPassed},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var (
 					b    books
-					runs tally
+					runs virtual.Tally
 					told complaints
-					h    = w.host("h")
+					h    = w.Host("h")
 				)
-				h.serve(ServerConfig(asynq.Config{RetryDelayFunc: everySecond, ErrorHandler: &told}),
-					h.locker(&b, WithKey(c.key), WithFailOpen()).Middleware(asynq.HandlerFunc(func(ctx context.Context, _ *asynq.Task) error {
-						defer runs.start("work")()
+				h.Serve(ServerConfig(asynq.Config{RetryDelayFunc: everySecond, ErrorHandler: &told}),
+					locker(h, &b, WithKey(c.key), WithFailOpen()).Middleware(asynq.HandlerFunc(func(ctx context.Context, _ *asynq.Task) error {
+						defer runs.Start("work")()
 						if _, ok := FromContext(ctx); ok {
 							t.Error("ran with a lock")
 						}
-						return busy(ctx, time.Second)
+						return virtual.Busy(ctx, time.Second)
 					})))
 				tasks := []*asynq.TaskInfo{
-					w.enqueue(asynq.NewTask("work", []byte(`{}`)), asynq.MaxRetry(2)),
-					w.enqueue(asynq.NewTask("work", []byte(`{}`)), asynq.MaxRetry(2)),
+					w.Enqueue(asynq.NewTask("work", []byte(`{}`)), asynq.MaxRetry(2)),
+					w.Enqueue(asynq.NewTask("work", []byte(`{}`)), asynq.MaxRetry(2)),
 				}
-				w.until(20*time.Second, "both settled", func() bool { return w.settled(tasks[0]) && w.settled(tasks[1]) })
+				w.Until(20*time.Second, "both settled", func() bool { return w.Settled(tasks[0]) && w.Settled(tasks[1]) })
 
-				if n := runs.count("work"); n != c.runs {
+				if n := runs.Count("work"); n != c.runs {
 					t.Errorf("%d runs, want %d", n, c.runs)
 				}
-				if c.runs == 2 && len(runs.overlaps()) != 1 {
+				if c.runs == 2 && len(runs.Overlaps()) != 1 {
 					t.Error("two tasks without a lock did not run next to each other")
 				}
 				if n := b.count(c.kind); n != 2*max(c.tries, 1) {
@@ -395,7 +382,7 @@ func TestWhatAKeyFuncAnswersDecidesWhetherAndHowATaskFails(t *testing.T) {
 					t.Errorf("the error is %v, which does not match %v", got[0], c.matches)
 				}
 				for _, info := range tasks {
-					now := w.task(info)
+					now := w.Task(info)
 					if c.tries == 0 {
 						if now != nil {
 							t.Errorf("task is %s, want gone", now.State)
@@ -406,7 +393,7 @@ func TestWhatAKeyFuncAnswersDecidesWhetherAndHowATaskFails(t *testing.T) {
 						t.Errorf("task is %+v; want it archived after %d tries with %q", now, c.tries, c.lastErr)
 					}
 				}
-				if sent := h.lockLink.sent(""); len(sent) != 0 {
+				if sent := h.LockLink.Sent(""); len(sent) != 0 {
 					t.Errorf("Redis was asked: %v", sent)
 				}
 				b.balance(t, 2*max(c.tries, 1))
@@ -485,22 +472,22 @@ func TestNoPayloadEverShows(t *testing.T) {
 		[]byte(`[` + secretNumber),
 		[]byte(secretText[:4]),
 	}
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var (
-			h        = w.host("h")
+			h        = w.Host("h")
 			ofs      = map[string]*books{}
 			handlers = map[string]asynq.Handler{}
 			errs     complaints
 		)
 		// All tasks are handled in the contexts of three real ones: two in queue a, one of them with the ID of that in queue b.
 		carriers := make(chan context.Context)
-		h.serve(asynq.Config{Queues: map[string]int{"a": 1, "b": 1}}, asynq.HandlerFunc(func(ctx context.Context, _ *asynq.Task) error {
+		h.Serve(asynq.Config{Queues: map[string]int{"a": 1, "b": 1}}, asynq.HandlerFunc(func(ctx context.Context, _ *asynq.Task) error {
 			carriers <- ctx
-			<-w.over
+			<-w.Over
 			return nil
 		}))
 		carrier := func(id, queue string) context.Context {
-			w.enqueue(asynq.NewTask("carrier", nil), asynq.TaskID(id), asynq.Queue(queue), asynq.MaxRetry(1))
+			w.Enqueue(asynq.NewTask("carrier", nil), asynq.TaskID(id), asynq.Queue(queue), asynq.MaxRetry(1))
 			return <-carriers
 		}
 		one, two, other := carrier("one", "a"), carrier("two", "a"), carrier("one", "b")
@@ -509,16 +496,16 @@ func TestNoPayloadEverShows(t *testing.T) {
 			ofs[name] = &books{}
 			for kind, policy := range policies {
 				// A prefix for each, so that keys which leave out the type meet only their own.
-				l := h.locker(ofs[name], WithKey(key), WithPolicy(policy), WithKeyPrefix(name+"/"+kind+":"),
+				l := locker(h, ofs[name], WithKey(key), WithPolicy(policy), WithKeyPrefix(name+"/"+kind+":"),
 					WithTTL(3*time.Second), WithDoneFor(2*time.Second), WithGracePeriod(time.Second))
 				handlers[name+kind] = l.Middleware(l.Middleware(asynq.HandlerFunc(func(ctx context.Context, task *asynq.Task) error {
 					switch task.Headers()["does"] { // the inner middleware passes through
 					case "fail":
 						return errPrinter
 					case "dawdle":
-						w.deaf(8 * time.Second)
+						w.Deaf(8 * time.Second)
 					default:
-						w.deaf(3 * time.Second)
+						w.Deaf(3 * time.Second)
 					}
 					return nil
 				})))
@@ -527,7 +514,7 @@ func TestNoPayloadEverShows(t *testing.T) {
 		start := func(ctx context.Context, kind, does string, payload []byte) {
 			for name := range keys {
 				task := asynq.NewTaskWithHeaders("type", payload, map[string]string{"tenant": secretText, "does": does})
-				w.spawn(func() {
+				w.Spawn(func() {
 					if err := handlers[name+kind].ProcessTask(ctx, task); err != nil {
 						errs.HandleError(ctx, task, err)
 					}
@@ -566,35 +553,35 @@ func TestNoPayloadEverShows(t *testing.T) {
 		start(one, "skip", "dawdle", good)
 		time.Sleep(2 * time.Second)
 		for _, key := range lockKeys() {
-			w.redis.Del(key)
+			w.Redis.Del(key)
 		}
 		time.Sleep(10 * time.Second)
 		for _, text := range []string{"NOAUTH Authentication required.", "BUSY Redis is busy running a script."} {
-			fault := h.lockLink.every("SET").refuse(text)
+			fault := h.LockLink.Every("SET").Refuse(text)
 			start(one, "skip", "fail", good)
 			time.Sleep(time.Second)
-			fault.lift()
+			fault.Lift()
 		}
 		for _, put := range []func(key string){
-			func(key string) { _ = w.redis.Set(key, "somebody's own text") },
-			func(key string) { _, _ = w.redis.Push(key, "a list") },
-			func(key string) { _ = w.redis.Set(key, "redislock/99 ?") },
+			func(key string) { _ = w.Redis.Set(key, "somebody's own text") },
+			func(key string) { _, _ = w.Redis.Push(key, "a list") },
+			func(key string) { _ = w.Redis.Set(key, "redislock/99 ?") },
 		} {
 			for _, key := range lockKeys() {
-				w.redis.Del(key)
+				w.Redis.Del(key)
 				put(key)
 			}
 			start(one, "skip", "fail", good)
 			time.Sleep(time.Second)
 			for _, key := range lockKeys() {
-				w.redis.Del(key)
+				w.Redis.Del(key)
 			}
 		}
 		for _, payload := range bad {
 			start(one, "skip", "fail", payload)
 		}
 		time.Sleep(time.Second)
-		h.lockLink.cut()
+		h.LockLink.Cut()
 		start(one, "skip", "fail", good)
 		time.Sleep(3 * time.Second)
 
@@ -613,7 +600,7 @@ func TestNoPayloadEverShows(t *testing.T) {
 				}
 			}
 		}
-		for _, c := range h.lockLink.sent("") {
+		for _, c := range h.LockLink.Sent("") {
 			if s := leak(c.String()); s != "" {
 				t.Errorf("a command shows %q: %s", s, c)
 			}
@@ -623,9 +610,7 @@ func TestNoPayloadEverShows(t *testing.T) {
 				t.Errorf("an error shows %q: %v", s, err)
 			}
 		}
-		w.mu.Lock()
-		lines := slices.Clone(w.log)
-		w.mu.Unlock()
+		lines := w.Lines()
 		if len(lines) < 500 || len(errs.all()) < 200 {
 			t.Errorf("only %d log lines and %d errors", len(lines), len(errs.all()))
 		}
@@ -666,28 +651,19 @@ func TestSlotOfIsThatOfTheClusterSpecification(t *testing.T) {
 	}
 }
 
-// keysIn returns the keys of a command as Redis would find them.
-func (c command) keysIn() []string {
-	if c.script == "" {
-		return c.args[:1]
-	}
-	n, _ := strconv.Atoi(c.args[1])
-	return c.args[2:][:n]
-}
-
 func TestAllKeysOfALockShareASlot(t *testing.T) {
 	names := []string{
 		"plain", "report:nightly", "{", "}", "{}", "}{", "a{b}c", "{a}{b}", "a}b{c", "tab\tnewline\n", "\x00", "\xff\xfe", "žluťoučký kůň", "日本語",
 		" ", ":", strings.Repeat("x", 200), strings.Repeat("x", 201), strings.Repeat("{", 300), Digest("d", "{", "}"), Digest("{x}"),
 	}
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		h := w.host("h")
+		h := w.Host("h")
 		for _, prefix := range []string{defaultPrefix, "x", "a:b c:"} {
-			l := h.locker(&b, WithKeyPrefix(prefix), WithDoneFor(time.Minute))
+			l := locker(h, &b, WithKeyPrefix(prefix), WithDoneFor(time.Minute))
 			tags := map[string]string{}
 			for _, name := range names {
-				h.lockLink.forget()
+				h.LockLink.Forget()
 				if err := l.Do(t.Context(), name, func(ctx context.Context) error {
 					k, _ := FromContext(ctx)
 					return k.Check(ctx)
@@ -696,8 +672,8 @@ func TestAllKeysOfALockShareASlot(t *testing.T) {
 				}
 				_ = l.ForceRelease(t.Context(), name)
 				var all []string
-				for _, c := range h.lockLink.sent("") {
-					all = append(all, c.keysIn()...)
+				for _, c := range h.LockLink.Sent("") {
+					all = append(all, c.Keys()...)
 				}
 				if len(all) < 4 {
 					t.Fatalf("%q: only %q seen", name, all)
@@ -764,26 +740,26 @@ func TestMountedTwiceTakesOneLock(t *testing.T) {
 	}
 	for name, mount := range mountings {
 		t.Run(name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var outer, inner books
-				var runs tally
-				h := w.host("h")
-				a, b := h.locker(&outer, WithTTL(2*time.Second)), h.locker(&inner, WithTTL(2*time.Second))
-				h.serve(ServerConfig(asynq.Config{}), mount(a, b, asynq.HandlerFunc(func(ctx context.Context, _ *asynq.Task) error {
-					defer runs.start("print")()
+				var runs virtual.Tally
+				h := w.Host("h")
+				a, b := locker(h, &outer, WithTTL(2*time.Second)), locker(h, &inner, WithTTL(2*time.Second))
+				h.Serve(ServerConfig(asynq.Config{}), mount(a, b, asynq.HandlerFunc(func(ctx context.Context, _ *asynq.Task) error {
+					defer runs.Start("print")()
 					k, ok := FromContext(ctx)
-					if !ok || k.Key() != w.lockKeys()[0] {
+					if !ok || k.Key() != lockKeys(w)[0] {
 						t.Errorf("lock in the context: %v", k)
 					}
-					return busy(ctx, 5*time.Second)
+					return virtual.Busy(ctx, 5*time.Second)
 				})))
-				info := w.enqueue(asynq.NewTask("print", nil))
-				w.until(20*time.Second, "task done", func() bool { return w.settled(info) })
-				if s := w.state(info); s != "gone" || runs.count("print") != 1 {
-					t.Errorf("task is %s after %d runs", s, runs.count("print"))
+				info := w.Enqueue(asynq.NewTask("print", nil))
+				w.Until(20*time.Second, "task done", func() bool { return w.Settled(info) })
+				if s := w.State(info); s != "gone" || runs.Count("print") != 1 {
+					t.Errorf("task is %s after %d runs", s, runs.Count("print"))
 				}
-				w.untouched(info)
-				if n := len(h.lockLink.sent("SET")); n != 1 {
+				w.Untouched(info)
+				if n := len(h.LockLink.Sent("SET")); n != 1 {
 					t.Errorf("%d tries to acquire, want 1", n)
 				}
 				all := books{events: append(outer.of(), inner.of()...)}
@@ -799,37 +775,39 @@ func TestMountedTwiceTakesOneLock(t *testing.T) {
 // A lock that does not do what the inner middleware's options promise must not stand in for it, and waiting for it would
 // be waiting for oneself.
 func TestMountedTwiceWithDifferentPromisesIsAFailureThatSaysSo(t *testing.T) {
-	for name, inner := range map[string]func(*world, *host, *books) *Locker{
-		"TTL":          func(_ *world, h *host, b *books) *Locker { return h.locker(b, WithTTL(20*time.Second)) },
-		"done-for":     func(_ *world, h *host, b *books) *Locker { return h.locker(b, WithDoneFor(time.Hour)) },
-		"grace period": func(_ *world, h *host, b *books) *Locker { return h.locker(b, WithGracePeriod(0)) },
-		"fail-open":    func(_ *world, h *host, b *books) *Locker { return h.locker(b, WithFailOpen()) },
-		"client": func(w *world, h *host, b *books) *Locker {
-			l, err := New(w.dialer(h.lockLink), WithLogger(h.logger), WithObserver(b.observe))
+	for name, inner := range map[string]func(*virtual.World, *virtual.Host, *books) *Locker{
+		"TTL": func(_ *virtual.World, h *virtual.Host, b *books) *Locker {
+			return locker(h, b, WithTTL(20*time.Second))
+		},
+		"done-for":     func(_ *virtual.World, h *virtual.Host, b *books) *Locker { return locker(h, b, WithDoneFor(time.Hour)) },
+		"grace period": func(_ *virtual.World, h *virtual.Host, b *books) *Locker { return locker(h, b, WithGracePeriod(0)) },
+		"fail-open":    func(_ *virtual.World, h *virtual.Host, b *books) *Locker { return locker(h, b, WithFailOpen()) },
+		"client": func(w *virtual.World, h *virtual.Host, b *books) *Locker {
+			l, err := New(w.Dialer(h.LockLink), WithLogger(h.Logger), WithObserver(b.observe))
 			if err != nil {
-				w.t.Fatal(err)
+				w.T.Fatal(err)
 			}
 			return l
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var outer, within books
-				var runs tally
-				h := w.host("h")
+				var runs virtual.Tally
+				h := w.Host("h")
 				handler := asynq.HandlerFunc(func(context.Context, *asynq.Task) error {
-					runs.start("print")()
+					runs.Start("print")()
 					return nil
 				})
-				h.serve(ServerConfig(asynq.Config{RetryDelayFunc: everySecond}),
-					h.locker(&outer).Middleware(inner(w, h, &within).Middleware(handler)))
-				info := w.enqueue(asynq.NewTask("print", nil), asynq.MaxRetry(2), asynq.Timeout(10*time.Minute))
-				w.until(time.Minute, "task settled", func() bool { return w.settled(info) })
-				now := w.task(info)
+				h.Serve(ServerConfig(asynq.Config{RetryDelayFunc: everySecond}),
+					locker(h, &outer).Middleware(inner(w, h, &within).Middleware(handler)))
+				info := w.Enqueue(asynq.NewTask("print", nil), asynq.MaxRetry(2), asynq.Timeout(10*time.Minute))
+				w.Until(time.Minute, "task settled", func() bool { return w.Settled(info) })
+				now := w.Task(info)
 				if now == nil || now.State != asynq.TaskStateArchived || now.Retried != 2 || !strings.Contains(now.LastErr, "call chain") {
 					t.Errorf("task is %+v; want it archived after 3 tries with an error that speaks of the call chain", now)
 				}
-				if runs.count("print") != 0 {
+				if runs.Count("print") != 0 {
 					t.Error("the handler ran")
 				}
 				if within.count(EventRefused) != 3 || outer.count(EventRan) != 3 {
@@ -842,14 +820,14 @@ func TestMountedTwiceWithDifferentPromisesIsAFailureThatSaysSo(t *testing.T) {
 }
 
 func TestALostLockDoesNotStandInForTheInnerMiddleware(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		h := w.host("h")
-		l := h.locker(&b)
+		h := w.Host("h")
+		l := locker(h, &b)
 		mux := asynq.NewServeMux()
 		mux.Use(l.Middleware, func(next asynq.Handler) asynq.Handler {
 			return asynq.HandlerFunc(func(ctx context.Context, task *asynq.Task) error {
-				w.redis.Del(w.lockKeys()[0])
+				w.Redis.Del(lockKeys(w)[0])
 				<-ctx.Done()
 				return next.ProcessTask(ctx, task)
 			})
@@ -859,9 +837,9 @@ func TestALostLockDoesNotStandInForTheInnerMiddleware(t *testing.T) {
 			return nil
 		})
 		var told complaints
-		h.serve(ServerConfig(asynq.Config{RetryDelayFunc: everySecond, ErrorHandler: &told}), mux)
-		info := w.enqueue(asynq.NewTask("print", nil), asynq.MaxRetry(1))
-		w.until(time.Minute, "task archived", func() bool { return w.state(info) == "archived" })
+		h.Serve(ServerConfig(asynq.Config{RetryDelayFunc: everySecond, ErrorHandler: &told}), mux)
+		info := w.Enqueue(asynq.NewTask("print", nil), asynq.MaxRetry(1))
+		w.Until(time.Minute, "task archived", func() bool { return w.State(info) == "archived" })
 		if got := told.all(); len(got) != 2 || !errors.Is(got[0], ErrLost) {
 			t.Errorf("reported %v, want ErrLost twice", got)
 		}
@@ -870,9 +848,9 @@ func TestALostLockDoesNotStandInForTheInnerMiddleware(t *testing.T) {
 }
 
 func TestDoAndTryAcquireNeverPassThroughAHandlersLock(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		l := w.host("h").locker(&b)
+		l := locker(w.Host("h"), &b)
 		task := asynq.NewTask("print", nil)
 		name, _ := l.Name(t.Context(), task)
 		err := l.Middleware(asynq.HandlerFunc(func(ctx context.Context, _ *asynq.Task) error {
@@ -891,21 +869,21 @@ func TestDoAndTryAcquireNeverPassThroughAHandlersLock(t *testing.T) {
 				return k.Check(ctx)
 			})
 		})).ProcessTask(t.Context(), task)
-		if err != nil || w.elapsed() > time.Second {
-			t.Errorf("%v after %s", err, w.elapsed())
+		if err != nil || w.Elapsed() > time.Second {
+			t.Errorf("%v after %s", err, w.Elapsed())
 		}
 		b.balance(t, 1)
 	})
 }
 
 func TestAHandlerOfAnotherKeyInsideAHandlerTakesALockOfItsOwn(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		l := w.host("h").locker(&b)
+		l := locker(w.Host("h"), &b)
 		var inner *Lock
 		leaf := l.Middleware(asynq.HandlerFunc(func(ctx context.Context, _ *asynq.Task) error {
 			inner, _ = FromContext(ctx)
-			if n := len(w.lockKeys()); n != 2 {
+			if n := len(lockKeys(w)); n != 2 {
 				t.Errorf("%d locks held, want 2", n)
 			}
 			return nil
@@ -928,36 +906,36 @@ func TestAHandlerOfAnotherKeyInsideAHandlerTakesALockOfItsOwn(t *testing.T) {
 }
 
 func TestMiddlewaresWithDifferentTypesStandSideBySide(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var mails, reports books
-		var runs tally
-		h := w.host("h")
-		mailing := h.locker(&mails, WithTypes("mail:"), WithTTL(10*time.Second), WithPolicy(Archive()))
-		reporting := h.locker(&reports, WithTypes("report", "survey:2"), WithTTL(5*time.Second), WithDoneFor(time.Hour))
-		h.serve(ServerConfig(asynq.Config{Concurrency: 50}), mailing.Middleware(reporting.Middleware(asynq.HandlerFunc(func(ctx context.Context, task *asynq.Task) error {
-			defer runs.start(task.Type())()
+		var runs virtual.Tally
+		h := w.Host("h")
+		mailing := locker(h, &mails, WithTypes("mail:"), WithTTL(10*time.Second), WithPolicy(Archive()))
+		reporting := locker(h, &reports, WithTypes("report", "survey:2"), WithTTL(5*time.Second), WithDoneFor(time.Hour))
+		h.Serve(ServerConfig(asynq.Config{Concurrency: 50}), mailing.Middleware(reporting.Middleware(asynq.HandlerFunc(func(ctx context.Context, task *asynq.Task) error {
+			defer runs.Start(task.Type())()
 			_, locked := FromContext(ctx)
 			if want := !strings.HasPrefix(task.Type(), "un") && task.Type() != "mail"; locked != want {
 				t.Errorf("%s runs with a lock: %v, want %v", task.Type(), locked, want)
 			}
-			return busy(ctx, 3*time.Second)
+			return virtual.Busy(ctx, 3*time.Second)
 		}))))
 		types := map[string]*books{
 			"mail:": &mails, "mail:a": &mails, "mail": nil, "unmail:a": nil, // as ServeMux matches: exactly, or what it begins with
 			"report": &reports, "reports": &reports, "report:a": &reports, "survey:2": &reports, "unreport": nil,
 		}
 		for kind := range types {
-			w.enqueue(asynq.NewTask(kind, nil))
-			w.enqueue(asynq.NewTask(kind, nil))
+			w.Enqueue(asynq.NewTask(kind, nil))
+			w.Enqueue(asynq.NewTask(kind, nil))
 		}
-		w.until(30*time.Second, "all settled", func() bool { return w.drained() })
+		w.Until(30*time.Second, "all settled", func() bool { return w.Drained() })
 		for kind, b := range types {
 			want, untouched := 1, b == nil
 			if untouched {
 				want = 2
 			}
-			if n := runs.count(kind); n != want || len(runs.overlaps()) != 3 {
-				t.Errorf("%s ran %d times, want %d; overlaps: %v", kind, n, want, runs.overlaps())
+			if n := runs.Count(kind); n != want || len(runs.Overlaps()) != 3 {
+				t.Errorf("%s ran %d times, want %d; overlaps: %v", kind, n, want, runs.Overlaps())
 			}
 			for name, owner := range map[string]*books{"mail": &mails, "report": &reports} {
 				seen := slices.ContainsFunc(owner.of(), func(e Event) bool { return e.TaskType == kind })
@@ -969,7 +947,7 @@ func TestMiddlewaresWithDifferentTypesStandSideBySide(t *testing.T) {
 		if mails.count(EventArchived) != 2 || reports.count(EventDone) != 4 {
 			t.Errorf("each keeps its own options: mails %s, reports %s", &mails, &reports)
 		}
-		if n := len(slices.DeleteFunc(h.lockLink.sent("SET"), func(c command) bool { return !strings.Contains(c.args[0], "{un") })); n != 0 {
+		if n := len(slices.DeleteFunc(h.LockLink.Sent("SET"), func(c virtual.Command) bool { return !strings.Contains(c.Args[0], "{un") })); n != 0 {
 			t.Errorf("%d locks of types that match nothing", n)
 		}
 	})
@@ -992,9 +970,9 @@ func TestATaskWithoutAServerRunsUnderItsLock(t *testing.T) {
 		{"PerQueue", PerQueue(ByType), ErrInvalidKey, Policy{}, nil},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var b books
-				l := w.host("h").locker(&b, WithKey(c.key), WithPolicy(c.policy))
+				l := locker(w.Host("h"), &b, WithKey(c.key), WithPolicy(c.policy))
 				task := asynq.NewTask("print", []byte(`{"a":1}`))
 				handler := func(fn func(context.Context) error) error {
 					return l.Middleware(asynq.HandlerFunc(func(ctx context.Context, _ *asynq.Task) error { return fn(ctx) })).
@@ -1023,7 +1001,7 @@ func TestATaskWithoutAServerRunsUnderItsLock(t *testing.T) {
 				if c.err == nil && (!ran || err != errPrinter) || c.err != nil && (ran || !errors.Is(err, c.err)) {
 					t.Errorf("ran: %v, %v", ran, err)
 				}
-				if keys := w.lockKeys(); len(keys) != 0 {
+				if keys := lockKeys(w); len(keys) != 0 {
 					t.Errorf("keys left: %q", keys)
 				}
 				b.balance(t, b.count(EventRan, EventSkipped, EventRequeued, EventArchived, EventRefused))
@@ -1035,14 +1013,14 @@ func TestATaskWithoutAServerRunsUnderItsLock(t *testing.T) {
 // --- A Redis that does not answer, or not as hoped ---
 
 // weathers are what ErrUnavailable stands for: nobody can say whether the lock is free.
-var weathers = map[string]func(*link){
-	"connections refused": (*link).cut,
-	"silence":             (*link).hang,
-	"slower than TTL/4":   func(l *link) { l.slow(outageTTL/4 + 100*time.Millisecond) },
-	"requests lost":       func(l *link) { l.every("SET").loseRequest() },
-	"replies lost":        func(l *link) { l.every("SET").loseReply() },
-	"requests swallowed":  func(l *link) { l.every("SET").swallowRequest() },
-	"replies swallowed":   func(l *link) { l.every("SET").swallowReply() },
+var weathers = map[string]func(*virtual.Link){
+	"connections refused": (*virtual.Link).Cut,
+	"silence":             (*virtual.Link).Hang,
+	"slower than TTL/4":   func(l *virtual.Link) { l.Slow(outageTTL/4 + 100*time.Millisecond) },
+	"requests lost":       func(l *virtual.Link) { l.Every("SET").LoseRequest() },
+	"replies lost":        func(l *virtual.Link) { l.Every("SET").LoseReply() },
+	"requests swallowed":  func(l *virtual.Link) { l.Every("SET").SwallowRequest() },
+	"replies swallowed":   func(l *virtual.Link) { l.Every("SET").SwallowReply() },
 	"LOADING":             refusing("LOADING Redis is loading the dataset in memory"),
 	"BUSY":                refusing("BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE."),
 	"READONLY":            refusing("READONLY You can't write against a read only replica."),
@@ -1057,29 +1035,31 @@ var weathers = map[string]func(*link){
 
 const outageTTL = 4 * time.Second
 
-func refusing(text string) func(*link) { return func(l *link) { l.every("SET").refuse(text) } }
+func refusing(text string) func(*virtual.Link) {
+	return func(l *virtual.Link) { l.Every("SET").Refuse(text) }
+}
 
 func TestWhileRedisCannotBeAskedATaskIsPutBackAndNotCounted(t *testing.T) {
 	for name, weather := range weathers {
 		t.Run(name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var (
 					b    books
-					runs tally
+					runs virtual.Tally
 					told complaints
-					h    = w.host("h")
+					h    = w.Host("h")
 				)
-				weather(h.lockLink)
-				h.serve(ServerConfig(asynq.Config{ErrorHandler: &told, RetryDelayFunc: everySecond}),
-					h.locker(&b, WithTTL(outageTTL)).Middleware(asynq.HandlerFunc(func(context.Context, *asynq.Task) error {
-						runs.start("print")()
+				weather(h.LockLink)
+				h.Serve(ServerConfig(asynq.Config{ErrorHandler: &told, RetryDelayFunc: everySecond}),
+					locker(h, &b, WithTTL(outageTTL)).Middleware(asynq.HandlerFunc(func(context.Context, *asynq.Task) error {
+						runs.Start("print")()
 						return nil
 					})))
-				info := w.enqueue(asynq.NewTask("print", nil), asynq.MaxRetry(1))
-				w.until(time.Minute, "put back three times", func() bool { return b.count(EventRequeued) >= 3 })
-				w.untouched(info)
-				if runs.count("print") != 0 || len(told.all()) != 0 {
-					t.Errorf("%d runs; reported: %v", runs.count("print"), told.all())
+				info := w.Enqueue(asynq.NewTask("print", nil), asynq.MaxRetry(1))
+				w.Until(time.Minute, "put back three times", func() bool { return b.count(EventRequeued) >= 3 })
+				w.Untouched(info)
+				if runs.Count("print") != 0 || len(told.all()) != 0 {
+					t.Errorf("%d runs; reported: %v", runs.Count("print"), told.all())
 				}
 				for i, e := range b.of(EventRequeued) {
 					if !errors.Is(e.Err, ErrUnavailable) || errors.Is(e.Err, ErrHeld) || errors.Is(e.Err, ErrDone) || !strings.Contains(e.Err.Error(), e.Key) {
@@ -1089,22 +1069,22 @@ func TestWhileRedisCannotBeAskedATaskIsPutBackAndNotCounted(t *testing.T) {
 						t.Errorf("attempt %d took %s, more than a quarter of the TTL", i, e.Waited)
 					}
 				}
-				sets := h.lockLink.sent("SET")
-				tokens := slices.CompactFunc(sets, func(a, b command) bool { return a.args[1] == b.args[1] })
+				sets := h.LockLink.Sent("SET")
+				tokens := slices.CompactFunc(sets, func(a, b virtual.Command) bool { return a.Args[1] == b.Args[1] })
 				// TTL/2 give or take a fifth, and what a try took; asynq keeps whole seconds and looks once a second.
 				for i := 1; i < len(tokens); i++ {
-					if gap := tokens[i].at.Sub(tokens[i-1].at); gap < outageTTL*4/10-time.Second || gap > outageTTL*6/10+outageTTL/4+2*time.Second {
+					if gap := tokens[i].At.Sub(tokens[i-1].At); gap < outageTTL*4/10-time.Second || gap > outageTTL*6/10+outageTTL/4+2*time.Second {
 						t.Errorf("tries %d and %d are %s apart, want TTL/2 more or less", i-1, i, gap)
 					}
 				}
 
-				h.lockLink.heal()
-				w.until(3*outageTTL, "task done", func() bool { return w.state(info) == "gone" })
-				if n := runs.count("print"); n != 1 {
+				h.LockLink.Heal()
+				w.Until(3*outageTTL, "task done", func() bool { return w.State(info) == "gone" })
+				if n := runs.Count("print"); n != 1 {
 					t.Errorf("%d runs, want 1", n)
 				}
-				w.untouched(info)
-				w.until(outageTTL, "nothing left behind", func() bool { return len(w.lockKeys()) == 0 })
+				w.Untouched(info)
+				w.Until(outageTTL, "nothing left behind", func() bool { return len(lockKeys(w)) == 0 })
 				b.balance(t, 1+b.count(EventRequeued))
 			})
 		})
@@ -1114,29 +1094,29 @@ func TestWhileRedisCannotBeAskedATaskIsPutBackAndNotCounted(t *testing.T) {
 func TestWithFailOpenATaskRunsOnceWithoutALockWhileRedisCannotBeAsked(t *testing.T) {
 	for name, weather := range weathers {
 		t.Run(name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var b books
-				var runs tally
-				h := w.host("h")
-				weather(h.lockLink)
-				h.serve(ServerConfig(asynq.Config{}), h.locker(&b, WithTTL(outageTTL), WithFailOpen(), WithDoneFor(time.Hour)).Middleware(asynq.HandlerFunc(
+				var runs virtual.Tally
+				h := w.Host("h")
+				weather(h.LockLink)
+				h.Serve(ServerConfig(asynq.Config{}), locker(h, &b, WithTTL(outageTTL), WithFailOpen(), WithDoneFor(time.Hour)).Middleware(asynq.HandlerFunc(
 					func(ctx context.Context, _ *asynq.Task) error {
-						defer runs.start("print")()
+						defer runs.Start("print")()
 						if k, ok := FromContext(ctx); ok {
 							t.Errorf("runs with a lock: %v", k)
 						}
-						return busy(ctx, outageTTL/2)
+						return virtual.Busy(ctx, outageTTL/2)
 					})))
-				info := w.enqueue(asynq.NewTask("print", nil), asynq.MaxRetry(0))
-				w.until(3*outageTTL, "task done", func() bool { return w.state(info) == "gone" })
-				if n := runs.count("print"); n != 1 {
+				info := w.Enqueue(asynq.NewTask("print", nil), asynq.MaxRetry(0))
+				w.Until(3*outageTTL, "task done", func() bool { return w.State(info) == "gone" })
+				if n := runs.Count("print"); n != 1 {
 					t.Errorf("%d runs, want 1", n)
 				}
 				if ran := b.of(EventRan); len(ran) != 1 || !ran[0].Unlocked || ran[0].Err != nil || ran[0].Held != 0 {
 					t.Errorf("outcome %+v; want one that says it ran unlocked", ran)
 				}
-				h.lockLink.heal()
-				w.until(2*outageTTL, "nothing left behind", func() bool { return len(w.lockKeys()) == 0 })
+				h.LockLink.Heal()
+				w.Until(2*outageTTL, "nothing left behind", func() bool { return len(lockKeys(w)) == 0 })
 				b.balance(t, 1)
 			})
 		})
@@ -1146,29 +1126,29 @@ func TestWithFailOpenATaskRunsOnceWithoutALockWhileRedisCannotBeAsked(t *testing
 func TestTheLastAttemptStandsByUntilRedisIsBack(t *testing.T) {
 	for name, weather := range weathers {
 		t.Run(name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var b books
-				var runs tally
-				h := w.host("h")
-				h.lockLink.slow(2 * time.Millisecond)
-				weather(h.lockLink)
-				h.serve(ServerConfig(asynq.Config{}), h.locker(&b, WithTTL(outageTTL)).Middleware(asynq.HandlerFunc(
+				var runs virtual.Tally
+				h := w.Host("h")
+				h.LockLink.Slow(2 * time.Millisecond)
+				weather(h.LockLink)
+				h.Serve(ServerConfig(asynq.Config{}), locker(h, &b, WithTTL(outageTTL)).Middleware(asynq.HandlerFunc(
 					func(context.Context, *asynq.Task) error {
-						runs.start("print")()
+						runs.Start("print")()
 						return nil
 					})))
-				info := w.enqueue(asynq.NewTask("print", nil), asynq.MaxRetry(0), asynq.Timeout(5*time.Minute))
+				info := w.Enqueue(asynq.NewTask("print", nil), asynq.MaxRetry(0), asynq.Timeout(5*time.Minute))
 				time.Sleep(4 * time.Second)
-				if s := w.state(info); s != "active" {
+				if s := w.State(info); s != "active" {
 					t.Fatalf("task is %s, want active", s)
 				}
-				tries := slices.CompactFunc(h.lockLink.sent("SET"), func(a, b command) bool { return a.args[1] == b.args[1] })
+				tries := slices.CompactFunc(h.LockLink.Sent("SET"), func(a, b virtual.Command) bool { return a.Args[1] == b.Args[1] })
 				if n := len(tries); n > 150 { // a twentieth of the time waited apart, at least
 					t.Errorf("%d tries in four seconds, at a Redis that is in trouble", n)
 				}
-				h.lockLink.heal()
-				w.until(2*outageTTL, "task done", func() bool { return w.state(info) == "gone" })
-				if n := runs.count("print"); n != 1 {
+				h.LockLink.Heal()
+				w.Until(2*outageTTL, "task done", func() bool { return w.State(info) == "gone" })
+				if n := runs.Count("print"); n != 1 {
 					t.Errorf("%d runs, want 1", n)
 				}
 				b.balance(t, 1)
@@ -1180,51 +1160,53 @@ func TestTheLastAttemptStandsByUntilRedisIsBack(t *testing.T) {
 // What an operator has to mend is not hidden in endless retries, and never run unlocked.
 func TestARefusalIsAFailureThatCountsWithItsText(t *testing.T) {
 	for name, c := range map[string]struct {
-		weather func(w *world, h *host, key string)
+		weather func(w *virtual.World, h *virtual.Host, key string)
 		text    string
 	}{
-		"NOAUTH": {func(_ *world, h *host, _ string) { refusing("NOAUTH Authentication required.")(h.lockLink) }, "NOAUTH Authentication required."},
-		"NOPERM": {func(_ *world, h *host, _ string) {
-			refusing("NOPERM User worker has no permissions to run the 'set' command")(h.lockLink)
+		"NOAUTH": {func(_ *virtual.World, h *virtual.Host, _ string) {
+			refusing("NOAUTH Authentication required.")(h.LockLink)
+		}, "NOAUTH Authentication required."},
+		"NOPERM": {func(_ *virtual.World, h *virtual.Host, _ string) {
+			refusing("NOPERM User worker has no permissions to run the 'set' command")(h.LockLink)
 		}, "NOPERM User worker has no permissions to run the 'set' command"},
-		"CROSSSLOT": {func(_ *world, h *host, _ string) {
-			refusing("CROSSSLOT Keys in request don't hash to the same slot")(h.lockLink)
+		"CROSSSLOT": {func(_ *virtual.World, h *virtual.Host, _ string) {
+			refusing("CROSSSLOT Keys in request don't hash to the same slot")(h.LockLink)
 		}, "CROSSSLOT Keys in request don't hash to the same slot"},
-		"syntax error": {func(_ *world, h *host, _ string) { refusing("ERR syntax error")(h.lockLink) }, "ERR syntax error"},
-		"a list at the key": {func(w *world, _ *host, key string) { _, _ = w.redis.Push(key, "a", "b") },
+		"syntax error": {func(_ *virtual.World, h *virtual.Host, _ string) { refusing("ERR syntax error")(h.LockLink) }, "ERR syntax error"},
+		"a list at the key": {func(w *virtual.World, _ *virtual.Host, key string) { _, _ = w.Redis.Push(key, "a", "b") },
 			"WRONGTYPE Operation against a key holding the wrong kind of value"},
-		"a hash at the key": {func(w *world, _ *host, key string) { w.redis.HSet(key, "a", "b") },
+		"a hash at the key": {func(w *virtual.World, _ *virtual.Host, key string) { w.Redis.HSet(key, "a", "b") },
 			"WRONGTYPE Operation against a key holding the wrong kind of value"},
-		"foreign text at the key": {func(w *world, _ *host, key string) { _ = w.redis.Set(key, "somebody's notes") }, "not a lock"},
-		"nothing at the key":      {func(w *world, _ *host, key string) { _ = w.redis.Set(key, "") }, "not a lock"},
-		"a broken value":          {func(w *world, _ *host, key string) { _ = w.redis.Set(key, valueVersion+`{"host":`) }, "not a lock"},
+		"foreign text at the key": {func(w *virtual.World, _ *virtual.Host, key string) { _ = w.Redis.Set(key, "somebody's notes") }, "not a lock"},
+		"nothing at the key":      {func(w *virtual.World, _ *virtual.Host, key string) { _ = w.Redis.Set(key, "") }, "not a lock"},
+		"a broken value":          {func(w *virtual.World, _ *virtual.Host, key string) { _ = w.Redis.Set(key, valueVersion+`{"host":`) }, "not a lock"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var (
 					b    books
 					told complaints
-					h    = w.host("h")
-					l    = h.locker(&b, WithTTL(outageTTL), WithPolicy(Retry(time.Hour)), WithFailOpen())
+					h    = w.Host("h")
+					l    = locker(h, &b, WithTTL(outageTTL), WithPolicy(Retry(time.Hour)), WithFailOpen())
 					task = asynq.NewTask("print", nil)
 				)
 				name, _ := l.Name(t.Context(), task)
 				key, _ := l.redisKey(name)
 				c.weather(w, h, key)
 				before := dumpOf(w, key)
-				h.serve(ServerConfig(asynq.Config{ErrorHandler: &told, RetryDelayFunc: everySecond}),
+				h.Serve(ServerConfig(asynq.Config{ErrorHandler: &told, RetryDelayFunc: everySecond}),
 					l.Middleware(asynq.HandlerFunc(func(context.Context, *asynq.Task) error {
 						t.Error("the handler ran")
 						return nil
 					})))
-				info := w.enqueue(task, asynq.MaxRetry(2))
-				w.until(20*time.Second, "task settled", func() bool { return w.settled(info) })
+				info := w.Enqueue(task, asynq.MaxRetry(2))
+				w.Until(20*time.Second, "task settled", func() bool { return w.Settled(info) })
 
-				now := w.task(info)
+				now := w.Task(info)
 				if now == nil || now.State != asynq.TaskStateArchived || now.Retried != 2 || !strings.Contains(now.LastErr, c.text) || !strings.Contains(now.LastErr, key) {
 					t.Errorf("task is %+v; want it archived after 3 tries with %q and the key", now, c.text)
 				}
-				if failed := w.stats("default").Failed; failed != 3 {
+				if failed := w.Stats("default").Failed; failed != 3 {
 					t.Errorf("asynq counted %d failures, want 3", failed)
 				}
 				for _, err := range told.all() {
@@ -1250,10 +1232,10 @@ func TestARefusalIsAFailureThatCountsWithItsText(t *testing.T) {
 }
 
 // dumpOf describes what is at a key, whatever it is.
-func dumpOf(w *world, key string) string {
-	text, _ := w.redis.Get(key)
-	list, _ := w.redis.List(key)
-	return fmt.Sprintf("%s %q %q %q %s", w.redis.Type(key), text, list, w.redis.HGet(key, "a"), w.redis.TTL(key))
+func dumpOf(w *virtual.World, key string) string {
+	text, _ := w.Redis.Get(key)
+	list, _ := w.Redis.List(key)
+	return fmt.Sprintf("%s %q %q %q %s", w.Redis.Type(key), text, list, w.Redis.HGet(key, "a"), w.Redis.TTL(key))
 }
 
 // Otherwise a handler could escape its retry count, and run for ever.
@@ -1276,13 +1258,13 @@ func TestAHandlersOwnErrorOfThisPackageCountsLikeAnyOther(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var (
 					b    books
 					told complaints
-					runs tally
-					h    = w.host("h")
-					l    = h.locker(&b, WithPolicy(Retry(time.Hour)))
+					runs virtual.Tally
+					h    = w.Host("h")
+					l    = locker(h, &b, WithPolicy(Retry(time.Hour)))
 				)
 				other, _ := l.Name(t.Context(), asynq.NewTask("other", nil))
 				for _, name := range []string{"taken", other} {
@@ -1293,17 +1275,17 @@ func TestAHandlersOwnErrorOfThisPackageCountsLikeAnyOther(t *testing.T) {
 					defer func() { _ = k.Release(t.Context()) }()
 				}
 				var returned error
-				h.serve(ServerConfig(asynq.Config{ErrorHandler: &told, RetryDelayFunc: everySecond}),
+				h.Serve(ServerConfig(asynq.Config{ErrorHandler: &told, RetryDelayFunc: everySecond}),
 					l.Middleware(asynq.HandlerFunc(func(ctx context.Context, _ *asynq.Task) error {
-						runs.start("print")()
+						runs.Start("print")()
 						returned = result(ctx, l)
 						return returned
 					})))
 				// On its last attempt the other task stays almost until the deadline before it gives up.
-				info := w.enqueue(asynq.NewTask("print", nil), asynq.MaxRetry(2), asynq.Timeout(10*time.Second))
-				w.until(30*time.Second, "task archived", func() bool { return w.state(info) == "archived" })
-				if runs.count("print") != 3 || w.stats("default").Failed != 3 || len(told.all()) != 3 {
-					t.Errorf("%d runs, %d failures, reported %v; want 3 of each", runs.count("print"), w.stats("default").Failed, told.all())
+				info := w.Enqueue(asynq.NewTask("print", nil), asynq.MaxRetry(2), asynq.Timeout(10*time.Second))
+				w.Until(30*time.Second, "task archived", func() bool { return w.State(info) == "archived" })
+				if runs.Count("print") != 3 || w.Stats("default").Failed != 3 || len(told.all()) != 3 {
+					t.Errorf("%d runs, %d failures, reported %v; want 3 of each", runs.Count("print"), w.Stats("default").Failed, told.all())
 				}
 				last := told.all()[2]
 				if last.Error() != returned.Error() {
@@ -1324,39 +1306,39 @@ func TestAHandlersOwnErrorOfThisPackageCountsLikeAnyOther(t *testing.T) {
 }
 
 func TestScriptFlushBetweenAnyTwoCallsChangesNothing(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		h := w.host("h")
+		h := w.Host("h")
 		flush := func() {
-			if err := w.rdb.ScriptFlush(context.Background()).Err(); err != nil {
+			if err := w.RDB.ScriptFlush(context.Background()).Err(); err != nil {
 				t.Error(err)
 			}
 		}
 		for _, verb := range []string{"SET", "EVALSHA", "GET", "DEL"} {
-			h.lockLink.every(verb).before(flush)
+			h.LockLink.Every(verb).Before(flush)
 		}
-		l := h.locker(&b, WithTTL(6*time.Second), WithDoneFor(time.Minute), WithPolicy(Retry(time.Second)))
-		var runs tally
-		h.serve(ServerConfig(asynq.Config{RetryDelayFunc: everySecond}), l.Middleware(asynq.HandlerFunc(func(ctx context.Context, task *asynq.Task) error {
-			defer runs.start(task.Type())()
-			if err := busy(ctx, 20*time.Second); err != nil {
+		l := locker(h, &b, WithTTL(6*time.Second), WithDoneFor(time.Minute), WithPolicy(Retry(time.Second)))
+		var runs virtual.Tally
+		h.Serve(ServerConfig(asynq.Config{RetryDelayFunc: everySecond}), l.Middleware(asynq.HandlerFunc(func(ctx context.Context, task *asynq.Task) error {
+			defer runs.Start(task.Type())()
+			if err := virtual.Busy(ctx, 20*time.Second); err != nil {
 				return err
 			}
 			k, _ := FromContext(ctx)
 			if err := k.Check(ctx); err != nil {
 				return err
 			}
-			if task.Type() == "fails" && runs.count("fails") == 1 {
+			if task.Type() == "fails" && runs.Count("fails") == 1 {
 				return errPrinter
 			}
 			return nil
 		})))
 		for _, kind := range []string{"works", "works", "fails"} {
-			w.enqueue(asynq.NewTask(kind, nil), asynq.MaxRetry(3))
+			w.Enqueue(asynq.NewTask(kind, nil), asynq.MaxRetry(3))
 		}
-		w.until(2*time.Minute, "all done", func() bool { return w.drained() })
-		if runs.count("works") != 1 || runs.count("fails") != 2 || len(runs.overlaps()) != 0 || w.stats("default").Failed != 1 {
-			t.Errorf("works %d, fails %d, overlaps %v, failed %d", runs.count("works"), runs.count("fails"), runs.overlaps(), w.stats("default").Failed)
+		w.Until(2*time.Minute, "all done", func() bool { return w.Drained() })
+		if runs.Count("works") != 1 || runs.Count("fails") != 2 || len(runs.Overlaps()) != 0 || w.Stats("default").Failed != 1 {
+			t.Errorf("works %d, fails %d, overlaps %v, failed %d", runs.Count("works"), runs.Count("fails"), runs.Overlaps(), w.Stats("default").Failed)
 		}
 		for _, e := range b.of(EventReleased, EventLost, EventAbandoned) {
 			if e.Kind != EventReleased || e.Err != nil {
@@ -1367,11 +1349,11 @@ func TestScriptFlushBetweenAnyTwoCallsChangesNothing(t *testing.T) {
 		if holder, ok, err := l.Holder(t.Context(), name); !ok || !holder.Done || err != nil {
 			t.Errorf("at the key: %v, %v, %v; want a done marker", holder, ok, err)
 		}
-		if err := l.ForceRelease(t.Context(), name); err != nil || len(w.lockKeys()) != 1 {
-			t.Errorf("%v; left: %v", err, w.lockKeys())
+		if err := l.ForceRelease(t.Context(), name); err != nil || len(lockKeys(w)) != 1 {
+			t.Errorf("%v; left: %v", err, lockKeys(w))
 		}
 		for _, script := range []*redis.Script{extendScript, releaseScript, doneScript} { // twice: by its hash and by its source
-			if n := len(h.lockLink.sent("EVAL")); n < 10 || len(h.lockLink.sent(script.Hash())) < 2 {
+			if n := len(h.LockLink.Sent("EVAL")); n < 10 || len(h.LockLink.Sent(script.Hash())) < 2 {
 				t.Errorf("%d scripts were unknown by their hash", n)
 			}
 		}
@@ -1381,28 +1363,28 @@ func TestScriptFlushBetweenAnyTwoCallsChangesNothing(t *testing.T) {
 
 // An acquire that took too long is given back, whatever Redis said in the end.
 func TestAnAcquireSlowerThanAQuarterOfTheTTLIsGivenBack(t *testing.T) {
-	for name, slow := range map[string]func(*fault){
-		"request": func(f *fault) { f.delay(outageTTL/4 + 50*time.Millisecond) },
-		"reply":   func(f *fault) { f.delayReply(outageTTL/4 + 50*time.Millisecond) },
+	for name, slow := range map[string]func(*virtual.Fault){
+		"request": func(f *virtual.Fault) { f.Delay(outageTTL/4 + 50*time.Millisecond) },
+		"reply":   func(f *virtual.Fault) { f.DelayReply(outageTTL/4 + 50*time.Millisecond) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var b books
-				h := w.host("h")
-				slow(h.lockLink.next("SET"))
-				l := h.locker(&b, WithTTL(outageTTL))
+				h := w.Host("h")
+				slow(h.LockLink.Next("SET"))
+				l := locker(h, &b, WithTTL(outageTTL))
 				if k, err := l.TryAcquire(t.Context(), "work"); k != nil || !errors.Is(err, ErrUnavailable) {
 					t.Errorf("slow: %v, %v; want ErrUnavailable", k, err)
 				}
-				if took := w.elapsed(); took != outageTTL/4 {
+				if took := w.Elapsed(); took != outageTTL/4 {
 					t.Errorf("took %s, want %s", took, outageTTL/4)
 				}
 				time.Sleep(100 * time.Millisecond)
-				if keys := w.lockKeys(); len(keys) != 0 {
+				if keys := lockKeys(w); len(keys) != 0 {
 					t.Errorf("not given back: %q", keys)
 				}
-				slow = func(f *fault) { f.delay(outageTTL/4 - 50*time.Millisecond) }
-				slow(h.lockLink.next("SET"))
+				slow = func(f *virtual.Fault) { f.Delay(outageTTL/4 - 50*time.Millisecond) }
+				slow(h.LockLink.Next("SET"))
 				k, err := l.TryAcquire(t.Context(), "work")
 				if err != nil {
 					t.Fatalf("just in time: %v", err)

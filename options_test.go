@@ -13,6 +13,8 @@ import (
 	"testing"
 	"time"
 
+	"example.com/redislock/internal/virtual"
+
 	"github.com/hibiken/asynq"
 	"github.com/redis/go-redis/v9"
 )
@@ -186,30 +188,30 @@ func TestTheDefaultsAreThoseOfTheDocumentation(t *testing.T) {
 }
 
 func TestLaterOptionsWin(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var first, second bytes.Buffer
-		h := w.host("h")
+		h := w.Host("h")
 		shared := Options(
 			WithKey(ByTypeAndPayload), WithTypes("old"), WithKeyPrefix("old:"), WithTTL(time.Hour), WithPolicy(Archive()),
 			WithDoneFor(time.Hour), WithGracePeriod(time.Hour), WithLogger(debugLogger(&first)),
 		)
-		l, err := New(h.rdb, shared, WithKey(ByType), WithTypes("new"), WithKeyPrefix("new:"), WithTTL(10*time.Second), WithPolicy(Retry(time.Hour)),
+		l, err := New(h.RDB, shared, WithKey(ByType), WithTypes("new"), WithKeyPrefix("new:"), WithTTL(10*time.Second), WithPolicy(Retry(time.Hour)),
 			Options(WithDoneFor(time.Minute), WithGracePeriod(0)), WithLogger(debugLogger(&second)))
 		if err != nil {
 			t.Fatal(err)
 		}
 		task := func(payload string) *asynq.Task { return asynq.NewTask("new", []byte(payload)) }
 		err = l.Middleware(asynq.HandlerFunc(func(ctx context.Context, _ *asynq.Task) error {
-			keys := w.lockKeys()
-			if len(keys) != 1 || !strings.HasPrefix(keys[0], "new:{new:") || w.redis.TTL(keys[0]) != 10*time.Second {
-				t.Errorf("keys %q with TTL %s", keys, w.redis.TTL(keys[0]))
+			keys := lockKeys(w)
+			if len(keys) != 1 || !strings.HasPrefix(keys[0], "new:{new:") || w.Redis.TTL(keys[0]) != 10*time.Second {
+				t.Errorf("keys %q with TTL %s", keys, w.Redis.TTL(keys[0]))
 			}
 			var held *HeldError
 			if err := l.Middleware(asynq.NotFoundHandler()).ProcessTask(t.Context(), task("other")); !errors.As(err, &held) || held.RetryIn < 48*time.Minute {
 				t.Errorf("another payload of the type gets %v, want to come back in an hour", err)
 			}
 			if err := l.Middleware(asynq.HandlerFunc(func(context.Context, *asynq.Task) error { return errPrinter })).
-				ProcessTask(t.Context(), asynq.NewTask("old", nil)); err != errPrinter || len(w.lockKeys()) != 1 {
+				ProcessTask(t.Context(), asynq.NewTask("old", nil)); err != errPrinter || len(lockKeys(w)) != 1 {
 				t.Errorf("a task of the earlier types gets %v", err)
 			}
 			return nil
@@ -217,14 +219,14 @@ func TestLaterOptionsWin(t *testing.T) {
 		if err != nil {
 			t.Error(err)
 		}
-		if ttl := w.redis.TTL(w.lockKeys()[0]); ttl != time.Minute {
+		if ttl := w.Redis.TTL(lockKeys(w)[0]); ttl != time.Minute {
 			t.Errorf("the marker lives for %s, want a minute", ttl)
 		}
 		if first.Len() != 0 || second.Len() == 0 {
 			t.Errorf("logged to the first:\n%s\nto the second:\n%s", &first, &second)
 		}
 		// The bundle is as it was, for others to use.
-		again, err := New(h.rdb, shared)
+		again, err := New(h.RDB, shared)
 		if err != nil || again.ttl != time.Hour || again.prefix != "old:" || !slices.Equal(again.types, []string{"old"}) {
 			t.Errorf("the bundle gives TTL %s, prefix %q, types %q now (%v)", again.ttl, again.prefix, again.types, err)
 		}
@@ -246,7 +248,7 @@ func TestOptionsKeepNothingOfTheCallers(t *testing.T) {
 }
 
 func TestObserversAddUpAndAPanickingOneIsContained(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var seen []string
 		var lines bytes.Buffer
 		observer := func(name string, p any) Option {
@@ -257,7 +259,7 @@ func TestObserversAddUpAndAPanickingOneIsContained(t *testing.T) {
 				}
 			})
 		}
-		l, err := New(w.host("h").rdb, observer("a", nil), Options(observer("b", "out of disk"), observer("c", errPrinter)), observer("d", nil),
+		l, err := New(w.Host("h").RDB, observer("a", nil), Options(observer("b", "out of disk"), observer("c", errPrinter)), observer("d", nil),
 			WithLogger(debugLogger(&lines)))
 		if err != nil {
 			t.Fatal(err)
@@ -282,17 +284,17 @@ func TestObserversAddUpAndAPanickingOneIsContained(t *testing.T) {
 		if n := strings.Count(lines.String(), "level=ERROR"); n != 6 || !strings.Contains(lines.String(), "out of disk") {
 			t.Errorf("%d error lines, want one for each of the six panics:\n%s", n, &lines)
 		}
-		if keys := w.lockKeys(); len(keys) != 0 {
+		if keys := lockKeys(w); len(keys) != 0 {
 			t.Errorf("keys left: %q", keys)
 		}
 	})
 }
 
 func TestAnObserverMayUseTheLocker(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var l *Locker
-		h := w.host("h")
-		l, err := New(h.rdb, WithLogger(h.logger), WithKey(ByType), WithPolicy(Wait(time.Minute)), WithObserver(func(ctx context.Context, e Event) {
+		h := w.Host("h")
+		l, err := New(h.RDB, WithLogger(h.Logger), WithKey(ByType), WithPolicy(Wait(time.Minute)), WithObserver(func(ctx context.Context, e Event) {
 			if k, ok := FromContext(ctx); ok && e.Kind == EventAcquired {
 				if err := k.Check(context.WithoutCancel(ctx)); err != nil {
 					t.Error(err)
@@ -305,11 +307,11 @@ func TestAnObserverMayUseTheLocker(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		var runs tally
-		w.spawn(func() { _ = l.Middleware(working(&runs)).ProcessTask(t.Context(), job("work", time.Minute)) })
+		var runs virtual.Tally
+		w.Spawn(func() { _ = l.Middleware(working(&runs)).ProcessTask(t.Context(), job("work", time.Minute)) })
 		time.Sleep(30 * time.Second)
-		if err := l.Middleware(working(&runs)).ProcessTask(t.Context(), job("work", 0)); err != nil || runs.count("work") != 2 {
-			t.Errorf("%d runs, %v", runs.count("work"), err)
+		if err := l.Middleware(working(&runs)).ProcessTask(t.Context(), job("work", 0)); err != nil || runs.Count("work") != 2 {
+			t.Errorf("%d runs, %v", runs.Count("work"), err)
 		}
 	})
 }
@@ -360,19 +362,19 @@ func TestALogLineNamesTheKeyTheTaskAndWhoStandsInTheWay(t *testing.T) {
 	holding := Holder{TaskID: "t-7", TaskType: "work", Queue: "night", Host: "db7", PID: 4711, Since: time.Date(2024, 2, 29, 23, 0, 0, 0, time.UTC)}
 	done := holding
 	done.Done = true
-	put := func(value string) func(*world, *host, string) {
-		return func(w *world, _ *host, key string) { _ = w.redis.Set(key, value) }
+	put := func(value string) func(*virtual.World, *virtual.Host, string) {
+		return func(w *virtual.World, _ *virtual.Host, key string) { _ = w.Redis.Set(key, value) }
 	}
-	refuse := func(text string) func(*world, *host, string) {
-		return func(_ *world, h *host, _ string) { h.lockLink.every("SET").refuse(text) }
+	refuse := func(text string) func(*virtual.World, *virtual.Host, string) {
+		return func(_ *virtual.World, h *virtual.Host, _ string) { h.LockLink.Every("SET").Refuse(text) }
 	}
-	nothing := func(*world, *host, string) {}
-	idle := func(context.Context, *world, *host) error { return nil }
+	nothing := func(*virtual.World, *virtual.Host, string) {}
+	idle := func(context.Context, *virtual.World, *virtual.Host) error { return nil }
 
 	for name, c := range map[string]struct {
 		opt     Option
-		before  func(w *world, h *host, key string)
-		handler func(ctx context.Context, w *world, h *host) error
+		before  func(w *virtual.World, h *virtual.Host, key string)
+		handler func(ctx context.Context, w *virtual.World, h *virtual.Host) error
 		text    string
 		level   slog.Level
 		attrs   map[string]string // parts of the values; "self" stands for this task as a holder
@@ -387,7 +389,7 @@ func TestALogLineNamesTheKeyTheTaskAndWhoStandsInTheWay(t *testing.T) {
 			"task put back: it did not run", slog.LevelInfo, map[string]string{"holder": holder, "waited": "3s"}},
 		"put back, holder unreadable": {WithPolicy(Skip()), put("redislock/2 ?"), idle,
 			"task put back: it did not run", slog.LevelInfo, map[string]string{"holder|reason": "a holder this version cannot read"}},
-		"put back, unreachable": {WithPolicy(Skip()), func(_ *world, h *host, _ string) { h.lockLink.cut() }, idle,
+		"put back, unreachable": {WithPolicy(Skip()), func(_ *virtual.World, h *virtual.Host, _ string) { h.LockLink.Cut() }, idle,
 			"task put back: it did not run, since its lock could not be asked for", slog.LevelWarn, map[string]string{"reason": "connection refused"}},
 		"put back, no service": {WithPolicy(Skip()), refuse("MISCONF Redis is configured to save"), idle,
 			"task put back: it did not run, since its lock could not be asked for", slog.LevelWarn, map[string]string{"reason": "MISCONF Redis is configured to save"}},
@@ -403,42 +405,42 @@ func TestALogLineNamesTheKeyTheTaskAndWhoStandsInTheWay(t *testing.T) {
 			"task failed: it did not run", slog.LevelWarn, map[string]string{"reason": "NOPERM no permissions"}},
 		"failed, foreign text": {WithPolicy(Skip()), put("my notes"), idle,
 			"task failed: it did not run", slog.LevelWarn, map[string]string{"reason": "not a lock"}},
-		"lost": {WithPolicy(Skip()), nothing, func(ctx context.Context, w *world, _ *host) error {
-			w.redis.Del(w.lockKeys()[0])
+		"lost": {WithPolicy(Skip()), nothing, func(ctx context.Context, w *virtual.World, _ *virtual.Host) error {
+			w.Redis.Del(lockKeys(w)[0])
 			<-ctx.Done()
 			return nil
 		}, "lock lost: the work may be running elsewhere too", slog.LevelError, map[string]string{"holder": "self", "held": "", "reason": "gone or somebody else's"}},
-		"lost in silence": {WithPolicy(Skip()), nothing, func(ctx context.Context, _ *world, h *host) error {
-			h.lockLink.cut()
+		"lost in silence": {WithPolicy(Skip()), nothing, func(ctx context.Context, _ *virtual.World, h *virtual.Host) error {
+			h.LockLink.Cut()
 			<-ctx.Done()
 			return nil
 		}, "lock lost: the work may be running elsewhere too", slog.LevelError, map[string]string{"holder": "self", "held": "9s", "reason": "not confirmed it in time"}},
-		"abandoned": {Options(WithPolicy(Skip()), WithGracePeriod(2*time.Second)), nothing, func(_ context.Context, w *world, _ *host) error {
-			w.deaf(30 * time.Second)
+		"abandoned": {Options(WithPolicy(Skip()), WithGracePeriod(2*time.Second)), nothing, func(_ context.Context, w *virtual.World, _ *virtual.Host) error {
+			w.Deaf(30 * time.Second)
 			return nil
 		}, "lock abandoned", slog.LevelError, map[string]string{"holder": "self", "held": "", "reason": "still runs 2s after its context ended"}},
-		"released without confirmation": {WithPolicy(Skip()), nothing, func(_ context.Context, _ *world, h *host) error {
-			h.lockLink.cut()
+		"released without confirmation": {WithPolicy(Skip()), nothing, func(_ context.Context, _ *virtual.World, h *virtual.Host) error {
+			h.LockLink.Cut()
 			return nil
 		}, "lock released without confirmation", slog.LevelWarn, map[string]string{"holder": "self", "reason": ErrUnavailable.Error()}},
 		"unlocked": {Options(WithPolicy(Skip()), WithFailOpen()), refuse("OOM command not allowed"), idle,
 			"task runs without a lock", slog.LevelWarn, map[string]string{"reason": "OOM command not allowed"}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var lines logbook
-				h := w.host("h")
-				l, err := New(h.rdb, WithTTL(10*time.Second), c.opt, WithLogger(slog.New(&lines)))
+				h := w.Host("h")
+				l, err := New(h.RDB, WithTTL(10*time.Second), c.opt, WithLogger(slog.New(&lines)))
 				if err != nil {
 					t.Fatal(err)
 				}
 				lockName, _ := l.Name(t.Context(), job("work", 0))
 				key, _ := l.redisKey(lockName)
 				c.before(w, h, key)
-				h.serve(ServerConfig(asynq.Config{Queues: map[string]int{"day": 1}}), l.Middleware(asynq.HandlerFunc(
+				h.Serve(ServerConfig(asynq.Config{Queues: map[string]int{"day": 1}}), l.Middleware(asynq.HandlerFunc(
 					func(ctx context.Context, _ *asynq.Task) error { return c.handler(ctx, w, h) })))
-				info := w.enqueue(job("work", 0), asynq.Queue("day"), asynq.MaxRetry(5), asynq.Timeout(20*time.Second))
-				w.until(time.Minute, "the line logged", func() bool { return len(lines.all(c.text)) > 0 })
+				info := w.Enqueue(job("work", 0), asynq.Queue("day"), asynq.MaxRetry(5), asynq.Timeout(20*time.Second))
+				w.Until(time.Minute, "the line logged", func() bool { return len(lines.all(c.text)) > 0 })
 
 				line := lines.all(c.text)[0]
 				if line.level != c.level || !strings.HasPrefix(line.text, "redislock: ") {
@@ -467,18 +469,18 @@ func TestALogLineNamesTheKeyTheTaskAndWhoStandsInTheWay(t *testing.T) {
 
 // A task on its last attempt may stay for long, and gives no other sign of life.
 func TestALastAttemptThatWaitsSaysSoOnce(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var lines logbook
-		h := w.host("h")
-		l, err := New(h.rdb, WithLogger(slog.New(&lines)), WithPolicy(Retry(0)))
+		h := w.Host("h")
+		l, err := New(h.RDB, WithLogger(slog.New(&lines)), WithPolicy(Retry(0)))
 		if err != nil {
 			t.Fatal(err)
 		}
 		lockName, _ := l.Name(t.Context(), job("work", 0))
 		key, _ := l.redisKey(lockName)
-		_ = w.redis.Set(key, heldByOther)
-		h.serve(ServerConfig(asynq.Config{}), l.Middleware(asynq.NotFoundHandler()))
-		w.enqueue(job("work", 0), asynq.MaxRetry(0), asynq.Timeout(time.Minute))
+		_ = w.Redis.Set(key, heldByOther)
+		h.Serve(ServerConfig(asynq.Config{}), l.Middleware(asynq.NotFoundHandler()))
+		w.Enqueue(job("work", 0), asynq.MaxRetry(0), asynq.Timeout(time.Minute))
 		time.Sleep(30 * time.Second)
 		got := lines.all("")
 		if len(got) != 1 || got[0].level != slog.LevelInfo || !strings.Contains(got[0].text, "waits in place") ||
@@ -494,18 +496,18 @@ func TestWhileAllIsWellNothingIsLoggedButForDebugging(t *testing.T) {
 		slog.LevelDebug: {"redislock: lock acquired", "redislock: lock released", "redislock: task ran"},
 	} {
 		t.Run(least.String(), func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				lines := logbook{least: least}
-				h := w.host("h")
-				l, err := New(h.rdb, WithTTL(2*time.Second), WithLogger(slog.New(&lines)))
+				h := w.Host("h")
+				l, err := New(h.RDB, WithTTL(2*time.Second), WithLogger(slog.New(&lines)))
 				if err != nil {
 					t.Fatal(err)
 				}
-				h.serve(ServerConfig(asynq.Config{}), l.Middleware(asynq.HandlerFunc(func(ctx context.Context, _ *asynq.Task) error {
-					return busy(ctx, 10*time.Second)
+				h.Serve(ServerConfig(asynq.Config{}), l.Middleware(asynq.HandlerFunc(func(ctx context.Context, _ *asynq.Task) error {
+					return virtual.Busy(ctx, 10*time.Second)
 				})))
-				w.enqueue(job("work", 0))
-				w.until(20*time.Second, "task done", func() bool { return w.drained() })
+				w.Enqueue(job("work", 0))
+				w.Until(20*time.Second, "task done", func() bool { return w.Drained() })
 				var texts []string
 				for _, line := range lines.all("") {
 					texts = append(texts, line.text)
@@ -519,8 +521,8 @@ func TestWhileAllIsWellNothingIsLoggedButForDebugging(t *testing.T) {
 }
 
 func TestTheDefaultLoggerIsThatOfTheMoment(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
-		l, err := New(w.host("h").rdb)
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		l, err := New(w.Host("h").RDB)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -15,6 +15,8 @@ import (
 	"testing"
 	"time"
 
+	"example.com/redislock/internal/virtual"
+
 	"github.com/hibiken/asynq"
 	"github.com/redis/go-redis/v9"
 )
@@ -345,11 +347,11 @@ func TestOnRealServersTwentyCopiesAreOneRun(t *testing.T) {
 		var (
 			b       books
 			mu      sync.Mutex
-			runs    tally
+			runs    virtual.Tally
 			failure = errors.New("the first run fails")
 		)
 		handler := asynq.HandlerFunc(func(ctx context.Context, task *asynq.Task) error {
-			defer runs.start("report")()
+			defer runs.Start("report")()
 			time.Sleep(100 * time.Millisecond)
 			mu.Lock()
 			defer mu.Unlock()
@@ -384,10 +386,10 @@ func TestOnRealServersTwentyCopiesAreOneRun(t *testing.T) {
 			}
 			return ends == 20
 		})
-		if n := b.count(EventRan); n != 2 || runs.count("report") != 2 {
+		if n := b.count(EventRan); n != 2 || runs.Count("report") != 2 {
 			t.Errorf("%d runs, want the one that failed and one more: %s", n, &b)
 		}
-		if overlaps := runs.overlaps(); len(overlaps) > 0 {
+		if overlaps := runs.Overlaps(); len(overlaps) > 0 {
 			t.Error(overlaps)
 		}
 	})

@@ -6,6 +6,8 @@ import (
 	"testing"
 	"time"
 
+	"example.com/redislock/internal/virtual"
+
 	"github.com/hibiken/asynq"
 )
 
@@ -38,11 +40,11 @@ func delivered(n int) func(*work) bool { return func(k *work) bool { return k.de
 
 // wantUntouched checks that nothing but put-back has happened to a task that may have met its own earlier run.
 func (k *work) wantUntouched(info *asynq.TaskInfo, retried int) {
-	k.fleet.t.Helper()
+	k.fleet.T.Helper()
 	if n := k.books.count(EventSkipped, EventDone, EventArchived, EventRefused); n > 0 {
 		k.errorf("the redelivery had another outcome than to be put back: %s", &k.books)
 	}
-	now := k.fleet.task(info)
+	now := k.fleet.Task(info)
 	switch {
 	case now == nil:
 		k.errorf("the task is lost")
@@ -65,17 +67,17 @@ func TestARedeliveryWaitsForItsEarlierRun(t *testing.T) {
 		{"a timeout", func(*station, map[*work]*asynq.TaskInfo) { time.Sleep(20 * time.Second) }, 20 * time.Second, 1},
 		{"a cancellation", func(first *station, infos map[*work]*asynq.TaskInfo) {
 			for _, info := range infos {
-				if err := first.world.inspector.CancelProcessing(info.ID); err != nil {
-					first.world.t.Error(err)
+				if err := first.World.Inspector.CancelProcessing(info.ID); err != nil {
+					first.World.T.Error(err)
 				}
 				time.Sleep(10 * time.Millisecond) // asynq settles one task after the other
 			}
 		}, time.Hour, 1},
-		{"a lost lease", func(first *station, _ map[*work]*asynq.TaskInfo) { first.queueLink.cut() }, time.Hour, 1},
+		{"a lost lease", func(first *station, _ map[*work]*asynq.TaskInfo) { first.QueueLink.Cut() }, time.Hour, 1},
 	} {
 		t.Run(loss.name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
-				f := &fleet{world: w}
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
+				f := &fleet{World: w}
 				finish := make(chan struct{})
 				deafThen := func(result error) func(context.Context, fleetRun) error {
 					return func(_ context.Context, j fleetRun) error {
@@ -84,7 +86,7 @@ func TestARedeliveryWaitsForItsEarlierRun(t *testing.T) {
 						}
 						select {
 						case <-finish:
-						case <-w.over:
+						case <-w.Over:
 						}
 						return result
 					}
@@ -118,20 +120,20 @@ func TestARedeliveryWaitsForItsEarlierRun(t *testing.T) {
 				for _, k := range f.works {
 					infos[k] = k.enqueue(attempts[k], asynq.Timeout(loss.timeout))
 				}
-				w.until(10*time.Second, "all running", func() bool { return f.all(haveRun(1)) })
+				w.Until(10*time.Second, "all running", func() bool { return f.all(haveRun(1)) })
 				for _, k := range f.works {
-					values[k], _ = w.redis.Get(k.key())
+					values[k], _ = w.Redis.Get(k.key())
 				}
 				loss.lose(first, infos)
 				f.join("second", unhurried)
-				w.until(3*time.Minute, "all redelivered", func() bool { return f.all(delivered(2)) })
+				w.Until(3*time.Minute, "all redelivered", func() bool { return f.all(delivered(2)) })
 				time.Sleep(7 * time.Second) // more than one contention
 
 				for _, k := range f.works {
 					if n := len(k.ran()); n != 1 {
 						k.errorf("%d runs while the first one lasts", n)
 					}
-					if value, _ := w.redis.Get(k.key()); value != values[k] {
+					if value, _ := w.Redis.Get(k.key()); value != values[k] {
 						k.errorf("at the key: %q, was %q", value, values[k])
 					}
 					k.wantUntouched(infos[k], loss.costs)
@@ -142,7 +144,7 @@ func TestARedeliveryWaitsForItsEarlierRun(t *testing.T) {
 					}
 				}
 				close(finish)
-				w.until(15*time.Second, "all settled", func() bool { return w.drained() })
+				w.Until(15*time.Second, "all settled", func() bool { return w.Drained() })
 
 				for _, k := range f.works {
 					k.wantState("gone", infos[k])
@@ -153,7 +155,7 @@ func TestARedeliveryWaitsForItsEarlierRun(t *testing.T) {
 						k.errorf("%d found the marker, want %d", marked, 2-runs[k])
 					}
 				}
-				if s := w.stats("default"); s.Failed != loss.costs*len(f.works) {
+				if s := w.Stats("default"); s.Failed != loss.costs*len(f.works) {
 					t.Errorf("failed %d, want %d for each of %d tasks", s.Failed, loss.costs, len(f.works))
 				}
 				f.audit()
@@ -163,8 +165,8 @@ func TestARedeliveryWaitsForItsEarlierRun(t *testing.T) {
 }
 
 func TestAKilledTaskRunsOnceItsDeadLockHasLapsed(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
-		f := &fleet{world: w}
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		f := &fleet{World: w}
 		ttls := map[*work]time.Duration{}
 		attempts := map[*work]asynq.Option{}
 		for _, p := range policiesWithoutASay(t) {
@@ -180,7 +182,7 @@ func TestAKilledTaskRunsOnceItsDeadLockHasLapsed(t *testing.T) {
 			} {
 				k := f.add(p.name+variant.name, func(_ context.Context, j fleetRun) error {
 					if j.nth == 1 {
-						<-w.over
+						<-w.Over
 					}
 					return nil
 				}, WithTTL(variant.ttl), WithPolicy(p.policy), WithDoneFor(variant.doneFor))
@@ -192,35 +194,35 @@ func TestAKilledTaskRunsOnceItsDeadLockHasLapsed(t *testing.T) {
 		for _, k := range f.works {
 			infos[k] = k.enqueue(attempts[k])
 		}
-		w.until(10*time.Second, "all running", func() bool { return f.all(haveRun(1)) })
+		w.Until(10*time.Second, "all running", func() bool { return f.all(haveRun(1)) })
 		first.kill()
 		f.join("second", unhurried)
 
-		w.until(170*time.Second, "all redelivered", func() bool { return f.all(delivered(2)) })
+		w.Until(170*time.Second, "all redelivered", func() bool { return f.all(delivered(2)) })
 		for _, k := range f.works {
 			if ttls[k] > time.Minute {
 				k.wantUntouched(infos[k], 1)
 			}
 		}
-		w.until(5*time.Minute, "all settled", func() bool { return w.drained() })
+		w.Until(5*time.Minute, "all settled", func() bool { return w.Drained() })
 		for _, k := range f.works {
 			k.wantState("gone", infos[k])
-			runs := f.runs.of(k.key())
+			runs := f.runs.Of(k.key())
 			if len(runs) != 2 {
 				k.errorf("%d runs, want 2", len(runs))
 				continue
 			}
-			if pause := runs[1].start.Sub(runs[0].start); pause < ttls[k] || pause > max(2*time.Minute, ttls[k]*16/10)+10*time.Second {
+			if pause := runs[1].Start.Sub(runs[0].Start); pause < ttls[k] || pause > max(2*time.Minute, ttls[k]*16/10)+10*time.Second {
 				k.errorf("the second run began %v after the first, with a TTL of %v", pause, ttls[k])
 			}
 			if met := k.books.count(EventRequeued); ttls[k] <= 30*time.Second && met != 0 {
 				k.errorf("with a TTL of 30 s a task does not meet its own dead lock, but did %d times", met)
 			}
 		}
-		if s := w.stats("default"); s.Failed != len(f.works) {
+		if s := w.Stats("default"); s.Failed != len(f.works) {
 			t.Errorf("failed %d, want one lost lease for each of %d tasks", s.Failed, len(f.works))
 		}
-		if got := f.runs.overlaps(); len(got) > 0 {
+		if got := f.runs.Overlaps(); len(got) > 0 {
 			t.Errorf("overlaps: %q", got)
 		}
 	})
@@ -228,8 +230,8 @@ func TestAKilledTaskRunsOnceItsDeadLockHasLapsed(t *testing.T) {
 
 // During a rolling deployment a newer version of this package may hold the lock, perhaps for this very task.
 func TestALockOfAnUnknownVersionIsNeverSkipped(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
-		f := &fleet{world: w}
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		f := &fleet{World: w}
 		attempts := map[*work]asynq.Option{}
 		for _, p := range policiesWithoutASay(t) {
 			for _, variant := range []struct {
@@ -252,8 +254,8 @@ func TestALockOfAnUnknownVersionIsNeverSkipped(t *testing.T) {
 		f.join("a", asynq.Config{})
 		f.join("b", asynq.Config{})
 		for _, k := range f.works {
-			_ = w.redis.Set(k.key(), value)
-			w.redis.SetTTL(k.key(), lapses)
+			_ = w.Redis.Set(k.key(), value)
+			w.Redis.SetTTL(k.key(), lapses)
 			infos[k] = k.enqueue(attempts[k])
 		}
 		time.Sleep(lapses - time.Second)
@@ -267,18 +269,18 @@ func TestALockOfAnUnknownVersionIsNeverSkipped(t *testing.T) {
 					k.errorf("put back because of %v, holder %v; want a holder that cannot be read", e.Err, e.Holder)
 				}
 			}
-			if now, _ := w.redis.Get(k.key()); now != value || w.redis.TTL(k.key()) > time.Second {
-				k.errorf("the other's lock is %q now, with %v to live", now, w.redis.TTL(k.key()))
+			if now, _ := w.Redis.Get(k.key()); now != value || w.Redis.TTL(k.key()) > time.Second {
+				k.errorf("the other's lock is %q now, with %v to live", now, w.Redis.TTL(k.key()))
 			}
 		}
-		w.until(10*time.Second, "all done", func() bool { return w.drained() })
+		w.Until(10*time.Second, "all done", func() bool { return w.Drained() })
 		for _, k := range f.works {
 			k.wantState("gone", infos[k])
 			if n := len(k.ran()); n != 1 {
 				k.errorf("%d runs, want 1", n)
 			}
 		}
-		if s := w.stats("default"); s.Failed != 0 {
+		if s := w.Stats("default"); s.Failed != 0 {
 			t.Errorf("failed %d, want none", s.Failed)
 		}
 		f.audit()
@@ -287,29 +289,29 @@ func TestALockOfAnUnknownVersionIsNeverSkipped(t *testing.T) {
 
 // IDs are unique in a queue only.
 func TestTheSameIDInAnotherQueueIsAnotherTask(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
-		f := &fleet{world: w}
-		k := f.add("work", func(ctx context.Context, _ fleetRun) error { return busy(ctx, 20*time.Second) }, WithPolicy(Skip()))
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		f := &fleet{World: w}
+		k := f.add("work", func(ctx context.Context, _ fleetRun) error { return virtual.Busy(ctx, 20*time.Second) }, WithPolicy(Skip()))
 		f.join("a", asynq.Config{Queues: map[string]int{"default": 1, "other": 1}})
 		k.enqueue(asynq.TaskID("7"))
-		w.until(5*time.Second, "running", func() bool { return len(k.ran()) == 1 })
+		w.Until(5*time.Second, "running", func() bool { return len(k.ran()) == 1 })
 		k.enqueue(asynq.TaskID("7"), asynq.Queue("other"))
 		time.Sleep(5 * time.Second)
 		skipped := k.books.of(EventSkipped)
 		if len(skipped) != 1 || skipped[0].Queue != "other" || skipped[0].Holder.Queue != "default" {
 			t.Errorf("want the one in the other queue skipped: %+v, %s", skipped, &k.books)
 		}
-		w.until(time.Minute, "done", func() bool { return w.drained("default", "other") })
+		w.Until(time.Minute, "done", func() bool { return w.Drained("default", "other") })
 		f.audit()
 	})
 }
 
 func TestASuccessThatAsynqCouldNotRecordIsNotRepeated(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
-		f := &fleet{world: w}
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		f := &fleet{World: w}
 		for _, p := range policiesWithoutASay(t) {
 			f.add(p.name, func(_ context.Context, j fleetRun) error {
-				w.deaf(time.Duration(j.nth) * 3 * time.Second)
+				w.Deaf(time.Duration(j.nth) * 3 * time.Second)
 				return nil
 			}, WithPolicy(p.policy), WithDoneFor(time.Hour))
 		}
@@ -318,8 +320,8 @@ func TestASuccessThatAsynqCouldNotRecordIsNotRepeated(t *testing.T) {
 		for _, k := range f.works {
 			infos[k] = k.enqueue()
 		}
-		w.until(10*time.Second, "all running", func() bool { return f.all(haveRun(1)) })
-		first.queueLink.cut()
+		w.Until(10*time.Second, "all running", func() bool { return f.all(haveRun(1)) })
+		first.QueueLink.Cut()
 		f.join("second", unhurried)
 		time.Sleep(5 * time.Second)
 		for _, k := range f.works {
@@ -328,7 +330,7 @@ func TestASuccessThatAsynqCouldNotRecordIsNotRepeated(t *testing.T) {
 			}
 			k.wantState("active", infos[k])
 		}
-		w.until(3*time.Minute, "all settled", func() bool { return w.drained() })
+		w.Until(3*time.Minute, "all settled", func() bool { return w.Drained() })
 		for _, k := range f.works {
 			k.wantState("gone", infos[k])
 			done := k.books.of(EventDone)
@@ -343,35 +345,35 @@ func TestASuccessThatAsynqCouldNotRecordIsNotRepeated(t *testing.T) {
 func TestARedeliveryRunsWhenTheGraceOfADeafHandlerHasEnded(t *testing.T) {
 	for name, result := range map[string]error{"then succeeds": nil, "then fails": errors.New("too late anyway")} {
 		t.Run(name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				const (
 					ttl   = 6 * time.Second
 					grace = 20 * time.Second
 				)
-				f := &fleet{world: w}
+				f := &fleet{World: w}
 				finish := make(chan struct{})
 				k := f.add("work", func(ctx context.Context, j fleetRun) error {
 					if j.nth > 1 {
-						return busy(ctx, 20*time.Second)
+						return virtual.Busy(ctx, 20*time.Second)
 					}
 					select {
 					case <-finish:
-					case <-w.over:
+					case <-w.Over:
 					}
 					return result
 				}, WithTTL(ttl), WithGracePeriod(grace), WithDoneFor(time.Hour))
 				first := f.join("first", asynq.Config{ShutdownTimeout: time.Second})
 				info := k.enqueue()
-				w.until(5*time.Second, "running", func() bool { return len(k.ran()) == 1 })
+				w.Until(5*time.Second, "running", func() bool { return len(k.ran()) == 1 })
 				first.server.Shutdown()
 				requeued := time.Now()
 				f.join("second", asynq.Config{})
 
 				time.Sleep(grace - 100*time.Millisecond)
-				if ttlLeft := w.redis.TTL(k.key()); len(k.ran()) != 1 || ttlLeft < ttl/2 {
+				if ttlLeft := w.Redis.TTL(k.key()); len(k.ran()) != 1 || ttlLeft < ttl/2 {
 					t.Fatalf("before the grace has ended: %d runs, the key lives for %v more", len(k.ran()), ttlLeft)
 				}
-				w.until(2*ttl, "second run", func() bool { return len(k.ran()) == 2 })
+				w.Until(2*ttl, "second run", func() bool { return len(k.ran()) == 2 })
 				if after := time.Since(requeued); after > grace+ttl+ttl*6/10+2*time.Second {
 					t.Errorf("the second run began after %v", after)
 				}
@@ -379,19 +381,19 @@ func TestARedeliveryRunsWhenTheGraceOfADeafHandlerHasEnded(t *testing.T) {
 					t.Errorf("%d abandoned, want 1: %s", n, &k.books)
 				}
 				// The first one comes back to a lock that is another's.
-				theirs, _ := w.redis.Get(k.key())
-				first.lockLink.forget()
+				theirs, _ := w.Redis.Get(k.key())
+				first.LockLink.Forget()
 				close(finish)
 				time.Sleep(time.Second)
-				if now, _ := w.redis.Get(k.key()); now != theirs {
+				if now, _ := w.Redis.Get(k.key()); now != theirs {
 					t.Errorf("at the key: %q, was %q", now, theirs)
 				}
-				if n := len(first.lockLink.sent(extendScript.Hash())); n > 0 {
+				if n := len(first.LockLink.Sent(extendScript.Hash())); n > 0 {
 					t.Errorf("the abandoned lock was extended %d times", n)
 				}
-				w.until(time.Minute, "gone", func() bool { return w.state(info) == "gone" })
+				w.Until(time.Minute, "gone", func() bool { return w.State(info) == "gone" })
 				k.wantMarker(info.ID, time.Hour)
-				if got := f.runs.overlaps(); len(got) != 1 {
+				if got := f.runs.Overlaps(); len(got) != 1 {
 					t.Errorf("overlaps: %q; want the one that the end of the grace allows", got)
 				}
 				k.books.balance(t, k.deliveryCount())
@@ -402,26 +404,26 @@ func TestARedeliveryRunsWhenTheGraceOfADeafHandlerHasEnded(t *testing.T) {
 
 // The lock is asked for, the server shuts down and hands the task on, and only then does Redis answer.
 func TestATaskHandedOnDuringItsAcquireRunsOnce(t *testing.T) {
-	for name, fault := range map[string]func(*fault){
-		"late request":   func(f *fault) { f.delay(3 * time.Second) },
-		"late reply":     func(f *fault) { f.delayReply(3 * time.Second) },
-		"no reply":       func(f *fault) { f.swallowReply() },
-		"broken request": func(f *fault) { f.swallowRequest() },
+	for name, fault := range map[string]func(*virtual.Fault){
+		"late request":   func(f *virtual.Fault) { f.Delay(3 * time.Second) },
+		"late reply":     func(f *virtual.Fault) { f.DelayReply(3 * time.Second) },
+		"no reply":       func(f *virtual.Fault) { f.SwallowReply() },
+		"broken request": func(f *virtual.Fault) { f.SwallowRequest() },
 	} {
 		t.Run(name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				const ttl = time.Minute
-				f := &fleet{world: w}
-				k := f.add("work", func(ctx context.Context, _ fleetRun) error { return busy(ctx, 4*time.Second) },
+				f := &fleet{World: w}
+				k := f.add("work", func(ctx context.Context, _ fleetRun) error { return virtual.Busy(ctx, 4*time.Second) },
 					WithTTL(ttl), WithPolicy(Skip()))
 				first := f.join("first", asynq.Config{ShutdownTimeout: time.Second})
-				fault(first.lockLink.next("SET", k.key()))
+				fault(first.LockLink.Next("SET", k.key()))
 				info := k.enqueue()
-				w.until(5*time.Second, "asked for", func() bool { return len(first.lockLink.sent("SET", k.key())) == 1 })
+				w.Until(5*time.Second, "asked for", func() bool { return len(first.LockLink.Sent("SET", k.key())) == 1 })
 				first.server.Shutdown()
 				k.wantState("pending", info)
 				second := f.join("second", asynq.Config{})
-				w.until(50*time.Second, "gone, before what the first host claimed would have lapsed", func() bool { return w.state(info) == "gone" })
+				w.Until(50*time.Second, "gone, before what the first host claimed would have lapsed", func() bool { return w.State(info) == "gone" })
 
 				ran := k.ran()
 				if len(ran) != 1 || ran[0].at != second {
@@ -431,7 +433,7 @@ func TestATaskHandedOnDuringItsAcquireRunsOnce(t *testing.T) {
 					t.Errorf("want nothing but put-backs: %s", &k.books)
 				}
 				time.Sleep(5 * time.Second)
-				if w.redis.Exists(k.key()) {
+				if w.Redis.Exists(k.key()) {
 					t.Error("what was claimed for nobody is still at the key")
 				}
 				f.audit()

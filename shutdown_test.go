@@ -8,15 +8,17 @@ import (
 	"testing"
 	"time"
 
+	"example.com/redislock/internal/virtual"
+
 	"github.com/hibiken/asynq"
 )
 
 func TestShutdownWaitsForHandlersAndReleases(t *testing.T) {
 	for name, takes := range map[string]time.Duration{"quick release": 0, "slow release": time.Second} {
 		t.Run(name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
-				f := &fleet{world: w}
-				do := func(ctx context.Context, _ fleetRun) error { return busy(ctx, 10*time.Second) }
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
+				f := &fleet{World: w}
+				do := func(ctx context.Context, _ fleetRun) error { return virtual.Busy(ctx, 10*time.Second) }
 				plain := f.add("plain", do, WithTTL(4*time.Second), WithKey(ByTaskID))
 				marked := f.add("done for", do, WithTTL(4*time.Second), WithKey(ByTaskID), WithDoneFor(time.Minute))
 				a := f.join("a", asynq.Config{})
@@ -25,13 +27,13 @@ func TestShutdownWaitsForHandlersAndReleases(t *testing.T) {
 					plain.enqueue()
 					marked.enqueue()
 				}
-				w.until(5*time.Second, "all at work", func() bool { return f.all(haveRun(3)) })
+				w.Until(5*time.Second, "all at work", func() bool { return f.all(haveRun(3)) })
 				for _, e := range plain.books.of(EventAcquired) {
 					keys = append(keys, e.Key)
 				}
 				// Longer than a handler waits for it, and twice that, since Redis does not know the scripts yet.
-				a.lockLink.every(releaseScript.Hash()).delay(takes)
-				a.lockLink.every(doneScript.Hash()).delay(takes)
+				a.LockLink.Every(releaseScript.Hash()).Delay(takes)
+				a.LockLink.Every(doneScript.Hash()).Delay(takes)
 				for _, k := range f.works {
 					if err := a.lockers[k].Shutdown(t.Context()); err != nil {
 						k.errorf("Shutdown: %v", err)
@@ -44,12 +46,12 @@ func TestShutdownWaitsForHandlersAndReleases(t *testing.T) {
 					}
 				}
 				for _, key := range keys {
-					if w.redis.Exists(key) {
+					if w.Redis.Exists(key) {
 						t.Errorf("Shutdown has returned, and %s is still there", key)
 					}
 				}
 				for _, e := range marked.books.of(EventAcquired) {
-					value, _ := w.redis.Get(e.Key)
+					value, _ := w.Redis.Get(e.Key)
 					if h, err := decodeValue(value); err != nil || !h.Done {
 						t.Errorf("Shutdown has returned, and at %s there is %q, no marker", e.Key, value)
 					}
@@ -61,13 +63,13 @@ func TestShutdownWaitsForHandlersAndReleases(t *testing.T) {
 }
 
 func TestShutdownOfAnIdleLockerReturnsAtOnce(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		over, cancel := context.WithCancel(t.Context())
 		cancel()
 		for name, ctx := range map[string]context.Context{"patient": t.Context(), "context over": over} {
-			h := w.host(name)
+			h := w.Host(name)
 			var b books
-			fresh, used := h.locker(&b), h.locker(&b)
+			fresh, used := locker(h, &b), locker(h, &b)
 			if err := used.Do(t.Context(), "name", func(context.Context) error { return nil }); err != nil {
 				t.Fatal(err)
 			}
@@ -84,9 +86,9 @@ func TestShutdownOfAnIdleLockerReturnsAtOnce(t *testing.T) {
 }
 
 func TestManyMayCallShutdown(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		l := w.host("h").locker(&b)
+		l := locker(w.Host("h"), &b)
 		lock, err := l.TryAcquire(t.Context(), "name")
 		if err != nil {
 			t.Fatal(err)
@@ -131,18 +133,18 @@ func TestManyMayCallShutdown(t *testing.T) {
 }
 
 func TestAClosedLockerRefusesTryAcquireAndDo(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
-		h := w.host("h")
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		h := w.Host("h")
 		var b books
-		l := h.locker(&b, WithFailOpen())
+		l := locker(h, &b, WithFailOpen())
 		lock, err := l.TryAcquire(t.Context(), "before")
 		if err != nil {
 			t.Fatal(err)
 		}
 		closed := make(chan error, 1)
-		w.spawn(func() { closed <- l.Shutdown(context.Background()) })
+		w.Spawn(func() { closed <- l.Shutdown(context.Background()) })
 		time.Sleep(time.Second)
-		h.lockLink.forget()
+		h.LockLink.Forget()
 
 		if _, err := l.TryAcquire(t.Context(), "after"); !errors.Is(err, ErrClosed) || errors.Is(err, ErrUnavailable) {
 			t.Errorf("TryAcquire: %v", err)
@@ -154,7 +156,7 @@ func TestAClosedLockerRefusesTryAcquireAndDo(t *testing.T) {
 		if !errors.Is(err, ErrClosed) {
 			t.Errorf("Do: %v", err)
 		}
-		if sent := h.lockLink.sent(""); len(sent) > 0 {
+		if sent := h.LockLink.Sent(""); len(sent) > 0 {
 			t.Errorf("Redis was asked: %v", sent)
 		}
 		// The lock from before is as good as ever, for more than its TTL, until it is released.
@@ -178,8 +180,8 @@ func TestAClosedLockerRefusesTryAcquireAndDo(t *testing.T) {
 
 // Somebody shut the locks down while the server went on.
 func TestNewTasksOfAClosedLockerRunElsewhere(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
-		f := &fleet{world: w}
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		f := &fleet{World: w}
 		last := map[*work]bool{}
 		for _, p := range append(policiesWithoutASay(t), policyCase{"the default", Policy{}}) {
 			for _, variant := range []struct {
@@ -202,7 +204,7 @@ func TestNewTasksOfAClosedLockerRunElsewhere(t *testing.T) {
 				t.Error(err)
 			}
 		}
-		closed.lockLink.cut() // which makes it no reason to fail open either
+		closed.LockLink.Cut() // which makes it no reason to fail open either
 		infos := map[*work]*asynq.TaskInfo{}
 		for _, k := range f.works {
 			if last[k] {
@@ -228,19 +230,19 @@ func TestNewTasksOfAClosedLockerRunElsewhere(t *testing.T) {
 		}
 		other := f.join("other", asynq.Config{})
 		closed.server.Shutdown() // and with it goes the context of those that stayed
-		w.until(10*time.Second, "all done", func() bool { return w.drained() })
+		w.Until(10*time.Second, "all done", func() bool { return w.Drained() })
 		f.wantOneRunEach(other, infos)
 	})
 }
 
 func TestALastAttemptStaysWithAClosedLockerUntilItsContextEnds(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
-		f := &fleet{world: w}
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		f := &fleet{World: w}
 		k := f.add("work", func(context.Context, fleetRun) error { return nil })
 		a := f.join("a", asynq.Config{})
 		_ = a.lockers[k].Shutdown(t.Context())
 		info := k.enqueue(asynq.MaxRetry(0), asynq.Timeout(20*time.Second))
-		w.until(5*time.Second, "there", func() bool { return k.deliveryCount() == 1 })
+		w.Until(5*time.Second, "there", func() bool { return k.deliveryCount() == 1 })
 		time.Sleep(20*time.Second - 50*time.Millisecond)
 		k.wantState("active", info) // not put back shortly before the deadline: asynq would archive it
 		time.Sleep(100 * time.Millisecond)
@@ -253,8 +255,8 @@ func TestALastAttemptStaysWithAClosedLockerUntilItsContextEnds(t *testing.T) {
 }
 
 func TestShutdownWakesThoseThatWait(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
-		f := &fleet{world: w}
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		f := &fleet{World: w}
 		do := func(context.Context, fleetRun) error { return nil }
 		waiter := f.add("Wait", do, WithPolicy(Wait(time.Hour)))
 		last := f.add("last attempt", do, WithPolicy(Retry(0)))
@@ -267,7 +269,7 @@ func TestShutdownWakesThoseThatWait(t *testing.T) {
 		}
 		infos[waiter], infos[open] = waiter.enqueue(), open.enqueue()
 		infos[last] = last.enqueue(asynq.MaxRetry(0))
-		w.until(5*time.Second, "all waiting", func() bool { return f.all(delivered(1)) })
+		w.Until(5*time.Second, "all waiting", func() bool { return f.all(delivered(1)) })
 		time.Sleep(10 * time.Second)
 		for _, k := range f.works {
 			if n := k.books.count(); n > 0 {
@@ -293,22 +295,22 @@ func TestShutdownWakesThoseThatWait(t *testing.T) {
 		last.wantState("active", infos[last])
 		other := f.join("other", asynq.Config{})
 		a.server.Shutdown()
-		w.until(time.Minute, "all done", func() bool { return w.drained() })
+		w.Until(time.Minute, "all done", func() bool { return w.Drained() })
 		f.wantOneRunEach(other, infos)
 	})
 }
 
 // The program loses its patience while its server goes on, so that nothing else ends the handlers.
 func TestAnImpatientShutdownCancelsHandlers(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
-		f := &fleet{world: w}
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		f := &fleet{World: w}
 		var causes sync.Map // by work
 		do := func(k **work) func(context.Context, fleetRun) error {
 			return func(ctx context.Context, j fleetRun) error {
 				if j.nth > 1 {
 					return nil
 				}
-				err := busy(ctx, time.Hour)
+				err := virtual.Busy(ctx, time.Hour)
 				causes.Store(*k, err)
 				return err
 			}
@@ -321,12 +323,12 @@ func TestAnImpatientShutdownCancelsHandlers(t *testing.T) {
 		for _, k := range f.works {
 			infos[k] = k.enqueue(asynq.MaxRetry(3))
 		}
-		w.until(5*time.Second, "all at work", func() bool { return f.all(haveRun(1)) })
+		w.Until(5*time.Second, "all at work", func() bool { return f.all(haveRun(1)) })
 
 		ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
 		defer cancel()
 		for _, k := range f.works {
-			w.spawn(func() {
+			w.Spawn(func() {
 				if err := a.lockers[k].Shutdown(ctx); !errors.Is(err, context.DeadlineExceeded) {
 					k.errorf("Shutdown: %v", err)
 				}
@@ -339,7 +341,7 @@ func TestAnImpatientShutdownCancelsHandlers(t *testing.T) {
 			if err, _ := causes.Load(k); err == nil || !errors.Is(err.(error), ErrClosed) {
 				k.errorf("the handler's context ended because of %v, want ErrClosed", err)
 			}
-			if w.redis.Exists(k.key()) {
+			if w.Redis.Exists(k.key()) {
 				k.errorf("the handler has returned with an error, and there still is something at the key")
 			}
 			if k.books.count(EventAbandoned) != 1 || k.books.count(EventReleased, EventLost) != 0 {
@@ -351,7 +353,7 @@ func TestAnImpatientShutdownCancelsHandlers(t *testing.T) {
 		}
 		other := f.join("other", asynq.Config{})
 		a.server.Shutdown()
-		w.until(10*time.Second, "all done", func() bool { return w.drained() })
+		w.Until(10*time.Second, "all done", func() bool { return w.Drained() })
 		for _, k := range f.works {
 			k.wantState("gone", infos[k])
 			if ran := k.ran(); len(ran) != 2 || ran[1].at != other {
@@ -372,9 +374,9 @@ func TestAnImpatientShutdownLeavesTheKeyOfADeafHandlerToLapse(t *testing.T) {
 		{"the handler ends before the key lapses", 4 * time.Second}, // longer than the pause between two extensions
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				const ttl = 10 * time.Second
-				f := &fleet{world: w}
+				f := &fleet{World: w}
 				finish := make(chan struct{})
 				for _, p := range policiesWithoutASay(t) {
 					for _, doneFor := range []time.Duration{0, time.Hour} {
@@ -384,7 +386,7 @@ func TestAnImpatientShutdownLeavesTheKeyOfADeafHandlerToLapse(t *testing.T) {
 							}
 							select {
 							case <-finish:
-							case <-w.over:
+							case <-w.Over:
 							}
 							return errors.New("in vain")
 						}, WithTTL(ttl), WithPolicy(p.policy), WithDoneFor(doneFor))
@@ -395,9 +397,9 @@ func TestAnImpatientShutdownLeavesTheKeyOfADeafHandlerToLapse(t *testing.T) {
 				for _, k := range f.works {
 					infos[k] = k.enqueue(asynq.MaxRetry(0))
 				}
-				w.until(5*time.Second, "all at work", func() bool { return f.all(haveRun(1)) })
+				w.Until(5*time.Second, "all at work", func() bool { return f.all(haveRun(1)) })
 				for _, k := range f.works {
-					values[k], _ = w.redis.Get(k.key())
+					values[k], _ = w.Redis.Get(k.key())
 				}
 				second := f.join("second", asynq.Config{})
 				first.server.Shutdown()
@@ -410,10 +412,10 @@ func TestAnImpatientShutdownLeavesTheKeyOfADeafHandlerToLapse(t *testing.T) {
 				}
 				returned := time.Now()
 				time.Sleep(time.Millisecond)
-				first.lockLink.forget()
+				first.LockLink.Forget()
 				for _, k := range f.works {
-					left := w.redis.TTL(k.key())
-					if value, _ := w.redis.Get(k.key()); value != values[k] || left <= 0 || left > ttl {
+					left := w.Redis.TTL(k.key())
+					if value, _ := w.Redis.Get(k.key()); value != values[k] || left <= 0 || left > ttl {
 						k.errorf("after Shutdown, at the key: %q for %v more, was %q", value, left, values[k])
 					}
 					if k.books.count(EventAbandoned) != 1 || k.books.count(EventReleased, EventLost) != 0 {
@@ -425,30 +427,30 @@ func TestAnImpatientShutdownLeavesTheKeyOfADeafHandlerToLapse(t *testing.T) {
 					first.kill()
 				} else {
 					time.Sleep(test.end)
-					if sent := first.lockLink.sent(""); len(sent) > 0 {
+					if sent := first.LockLink.Sent(""); len(sent) > 0 {
 						t.Errorf("the host still has something to say after Shutdown: %v", sent)
 					}
 					close(finish)
 				}
-				w.until(30*time.Second, "all done", func() bool { return w.drained() })
+				w.Until(30*time.Second, "all done", func() bool { return w.Drained() })
 				for _, k := range f.works {
 					k.wantState("gone", infos[k])
-					runs := f.runs.of(k.key())
+					runs := f.runs.Of(k.key())
 					if ran := k.ran(); len(ran) != 2 || ran[1].at != second {
 						k.errorf("runs: %v, want another one on the second host", ran)
 						continue
 					}
-					if late := runs[1].start.Sub(returned); late > ttl+time.Second {
+					if late := runs[1].Start.Sub(returned); late > ttl+time.Second {
 						k.errorf("the second run began %v after Shutdown, want about one TTL, %v, at most", late, ttl)
 					}
-					if test.end > 0 && runs[1].start.Before(runs[0].end) {
+					if test.end > 0 && runs[1].Start.Before(runs[0].End) {
 						k.errorf("the second run began before the first one ended")
 					}
 				}
-				if got := f.runs.overlaps(); len(got) > 0 {
+				if got := f.runs.Overlaps(); len(got) > 0 {
 					t.Errorf("overlaps: %q", got)
 				}
-				if s := w.stats("default"); s.Failed != 0 {
+				if s := w.Stats("default"); s.Failed != 0 {
 					t.Errorf("failed %d, want none", s.Failed)
 				}
 			})
@@ -462,26 +464,26 @@ func TestShutdownMeetsAnAcquireUnderWay(t *testing.T) {
 		name     string
 		patience time.Duration
 		opts     []Option
-		trouble  func(*fault)
+		trouble  func(*virtual.Fault)
 		runs     bool // in the end, under the lock, and Shutdown waits for it
 	}{
-		{"patient", time.Hour, nil, func(f *fault) { f.delay(2 * time.Second) }, true},
-		{"impatient, late request", time.Second, nil, func(f *fault) { f.delay(2 * time.Second) }, false},
-		{"impatient, late reply", time.Second, nil, func(f *fault) { f.delayReply(2 * time.Second) }, false},
-		{"impatient, fail open", time.Second, []Option{WithFailOpen()}, func(f *fault) { f.delayReply(2 * time.Second) }, false},
-		{"patient, no reply", time.Hour, nil, func(f *fault) { f.swallowReply() }, false},
-		{"patient, no reply, fail open", time.Hour, []Option{WithFailOpen()}, func(f *fault) { f.swallowReply() }, false},
-		{"impatient, no reply, fail open", time.Second, []Option{WithFailOpen()}, func(f *fault) { f.swallowReply() }, false},
+		{"patient", time.Hour, nil, func(f *virtual.Fault) { f.Delay(2 * time.Second) }, true},
+		{"impatient, late request", time.Second, nil, func(f *virtual.Fault) { f.Delay(2 * time.Second) }, false},
+		{"impatient, late reply", time.Second, nil, func(f *virtual.Fault) { f.DelayReply(2 * time.Second) }, false},
+		{"impatient, fail open", time.Second, []Option{WithFailOpen()}, func(f *virtual.Fault) { f.DelayReply(2 * time.Second) }, false},
+		{"patient, no reply", time.Hour, nil, func(f *virtual.Fault) { f.SwallowReply() }, false},
+		{"patient, no reply, fail open", time.Hour, []Option{WithFailOpen()}, func(f *virtual.Fault) { f.SwallowReply() }, false},
+		{"impatient, no reply, fail open", time.Second, []Option{WithFailOpen()}, func(f *virtual.Fault) { f.SwallowReply() }, false},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
-				f := &fleet{world: w}
-				k := f.add("work", func(ctx context.Context, _ fleetRun) error { return busy(ctx, 4*time.Second) },
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
+				f := &fleet{World: w}
+				k := f.add("work", func(ctx context.Context, _ fleetRun) error { return virtual.Busy(ctx, 4*time.Second) },
 					WithTTL(10*time.Second), Options(test.opts...))
 				a := f.join("a", asynq.Config{ShutdownTimeout: time.Second})
-				test.trouble(a.lockLink.next("SET", k.key()))
+				test.trouble(a.LockLink.Next("SET", k.key()))
 				info := k.enqueue(asynq.MaxRetry(3))
-				w.until(5*time.Second, "asked for", func() bool { return len(a.lockLink.sent("SET", k.key())) == 1 })
+				w.Until(5*time.Second, "asked for", func() bool { return len(a.LockLink.Sent("SET", k.key())) == 1 })
 
 				asked := time.Now()
 				ctx, cancel := context.WithTimeout(t.Context(), test.patience)
@@ -499,12 +501,12 @@ func TestShutdownMeetsAnAcquireUnderWay(t *testing.T) {
 					t.Errorf("%d runs of a Locker that is shut down", n)
 				}
 				k.wantUntouched(info, 0)
-				if w.redis.Exists(k.key()) {
+				if w.Redis.Exists(k.key()) {
 					t.Error("the key is not free")
 				}
 				other := f.join("other", asynq.Config{})
 				a.server.Shutdown()
-				w.until(10*time.Second, "done", func() bool { return w.drained() })
+				w.Until(10*time.Second, "done", func() bool { return w.Drained() })
 				if ran := k.ran(); len(ran) != 1 || ran[0].at != other {
 					t.Errorf("runs: %v, want one on the other host", ran)
 				}
@@ -516,15 +518,15 @@ func TestShutdownMeetsAnAcquireUnderWay(t *testing.T) {
 
 // wantOneRunEach checks that every work was done once, on that host, and that nothing was counted as a failure.
 func (f *fleet) wantOneRunEach(at *station, infos map[*work]*asynq.TaskInfo) {
-	f.t.Helper()
+	f.T.Helper()
 	for _, k := range f.works {
 		k.wantState("gone", infos[k])
 		if ran := k.ran(); len(ran) != 1 || ran[0].at != at {
 			k.errorf("runs: %v, want one on the other host", ran)
 		}
 	}
-	if s := f.stats("default"); s.Failed != 0 {
-		f.t.Errorf("failed %d, want none", s.Failed)
+	if s := f.Stats("default"); s.Failed != 0 {
+		f.T.Errorf("failed %d, want none", s.Failed)
 	}
 	f.audit()
 }

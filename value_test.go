@@ -8,6 +8,8 @@ import (
 	"time"
 	"unicode/utf8"
 
+	"example.com/redislock/internal/virtual"
+
 	"github.com/hibiken/asynq"
 )
 
@@ -55,13 +57,13 @@ func TestAValueComesBackAsItWasWritten(t *testing.T) {
 }
 
 func TestEachAcquisitionHasAValueOfItsOwn(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		l := w.host("h").locker(&b)
+		l := locker(w.Host("h"), &b)
 		seen := map[string]bool{}
 		for range 100 { // at one and the same instant, by one process
 			if err := l.Do(t.Context(), "work", func(context.Context) error {
-				value, _ := w.redis.Get(w.lockKeys()[0])
+				value, _ := w.Redis.Get(lockKeys(w)[0])
 				seen[value] = true
 				return nil
 			}); err != nil {
@@ -152,32 +154,32 @@ func TestALockOfAnotherVersionIsWaitedForUnderEveryPolicy(t *testing.T) {
 	} {
 		for _, retry := range []int{0, 1} {
 			t.Run(name+", MaxRetry "+string(rune('0'+retry)), func(t *testing.T) {
-				virtual(t, func(t *testing.T, w *world) {
+				virtual.Run(t, func(t *testing.T, w *virtual.World) {
 					const theirs = "redislock/2 holder=job-1;done=yes"
 					var b books
-					var runs tally
-					h := w.host("h")
-					l := h.locker(&b, WithTTL(4*time.Second), opt)
+					var runs virtual.Tally
+					h := w.Host("h")
+					l := locker(h, &b, WithTTL(4*time.Second), opt)
 					lockName, _ := l.Name(t.Context(), job("work", 0))
 					key, _ := l.redisKey(lockName)
-					_ = w.redis.Set(key, theirs)
-					h.serve(ServerConfig(asynq.Config{}), l.Middleware(working(&runs)))
-					info := w.enqueue(job("work", 0), asynq.MaxRetry(retry), asynq.Timeout(10*time.Minute))
+					_ = w.Redis.Set(key, theirs)
+					h.Serve(ServerConfig(asynq.Config{}), l.Middleware(working(&runs)))
+					info := w.Enqueue(job("work", 0), asynq.MaxRetry(retry), asynq.Timeout(10*time.Minute))
 					time.Sleep(6 * time.Second)
-					if value, _ := w.redis.Get(key); value != theirs || runs.count("work") != 0 {
-						t.Errorf("at the key is %q, %d runs", value, runs.count("work"))
+					if value, _ := w.Redis.Get(key); value != theirs || runs.Count("work") != 0 {
+						t.Errorf("at the key is %q, %d runs", value, runs.Count("work"))
 					}
-					if s := w.state(info); s == "gone" || s == "archived" {
+					if s := w.State(info); s == "gone" || s == "archived" {
 						t.Errorf("task is %s", s)
 					}
-					w.untouched(info)
+					w.Untouched(info)
 					if _, _, err := l.Holder(t.Context(), lockName); !errors.Is(err, errUnknownFormat) {
 						t.Errorf("Holder says %v", err)
 					}
-					w.redis.Del(key)
-					w.until(10*time.Second, "task done", func() bool { return w.state(info) == "gone" })
-					if runs.count("work") != 1 {
-						t.Errorf("%d runs, want 1", runs.count("work"))
+					w.Redis.Del(key)
+					w.Until(10*time.Second, "task done", func() bool { return w.State(info) == "gone" })
+					if runs.Count("work") != 1 {
+						t.Errorf("%d runs, want 1", runs.Count("work"))
 					}
 					b.balance(t, 1+b.count(EventRequeued))
 				})
@@ -187,10 +189,10 @@ func TestALockOfAnotherVersionIsWaitedForUnderEveryPolicy(t *testing.T) {
 }
 
 func TestHolderReadsWhatIsAtTheKey(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
-		h := w.host("h")
-		l := h.locker(&b, WithDoneFor(time.Hour))
+		h := w.Host("h")
+		l := locker(h, &b, WithDoneFor(time.Hour))
 		look := func(name string) (Holder, bool) {
 			t.Helper()
 			holder, ok, err := l.Holder(t.Context(), name)
@@ -216,13 +218,13 @@ func TestHolderReadsWhatIsAtTheKey(t *testing.T) {
 			t.Errorf("marker is %+v, %v", holder, ok)
 		}
 		for value, want := range ofOthers {
-			_ = w.redis.Set(w.lockKeys()[0], value)
+			_ = w.Redis.Set(lockKeys(w)[0], value)
 			_, ok, err := l.Holder(t.Context(), "work")
-			if ok || !errors.Is(err, want) || !strings.Contains(err.Error(), w.lockKeys()[0]) || len(value) > 12 && strings.Contains(err.Error(), value) {
+			if ok || !errors.Is(err, want) || !strings.Contains(err.Error(), lockKeys(w)[0]) || len(value) > 12 && strings.Contains(err.Error(), value) {
 				t.Errorf("with %q at the key: %v, %v", value, ok, err)
 			}
 		}
-		h.lockLink.cut()
+		h.LockLink.Cut()
 		if _, ok, err := l.Holder(t.Context(), "work"); ok || !errors.Is(err, ErrUnavailable) {
 			t.Errorf("out of reach: %v, %v", ok, err)
 		}

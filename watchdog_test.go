@@ -15,15 +15,17 @@ import (
 	"testing/synctest"
 	"time"
 
+	"example.com/redislock/internal/virtual"
+
 	"github.com/redis/go-redis/v9"
 )
 
 // extendTimes returns when the lock's extensions were sent, since its SET was.
-func extendTimes(h *host, k *Lock) []time.Duration {
-	began := h.lockLink.sent("SET", k.value)[0].at
+func extendTimes(h *virtual.Host, k *Lock) []time.Duration {
+	began := h.LockLink.Sent("SET", k.value)[0].At
 	var times []time.Duration
-	for _, c := range h.lockLink.sent(extendScript.Hash(), k.value) {
-		times = append(times, c.at.Sub(began))
+	for _, c := range h.LockLink.Sent(extendScript.Hash(), k.value) {
+		times = append(times, c.At.Sub(began))
 	}
 	return times
 }
@@ -73,21 +75,21 @@ func TestALockIsExtendedEveryThirdOfItsTTL(t *testing.T) {
 	for _, ttl := range []time.Duration{time.Second, 7 * time.Second, 30 * time.Second} {
 		for _, roundTrip := range []time.Duration{0, 200 * time.Millisecond} {
 			t.Run(fmt.Sprintf("%s, round trip %s", ttl, roundTrip), func(t *testing.T) {
-				virtual(t, func(t *testing.T, w *world) {
+				virtual.Run(t, func(t *testing.T, w *virtual.World) {
 					var b books
 					teachScripts(w)
-					h := w.host("h")
-					h.lockLink.slow(roundTrip)
-					k := heldLock(t, h.locker(&b, WithTTL(ttl)), "n")
+					h := w.Host("h")
+					h.LockLink.Slow(roundTrip)
+					k := heldLock(t, locker(h, &b, WithTTL(ttl)), "n")
 					var want []time.Duration
 					for i := range 10 {
 						want = append(want, time.Duration(i+1)*(ttl/3))
 					}
-					time.Sleep(10*(ttl/3) + roundTrip - w.elapsed() + time.Millisecond)
+					time.Sleep(10*(ttl/3) + roundTrip - w.Elapsed() + time.Millisecond)
 					if got := extendTimes(h, k); !slices.Equal(got, want) {
 						t.Errorf("extended after %v, want %v", got, want)
 					}
-					if left := w.redis.TTL(k.Key()); left != ttl-time.Millisecond {
+					if left := w.Redis.TTL(k.Key()); left != ttl-time.Millisecond {
 						t.Errorf("the key's TTL is %s, want %s: a millisecond less than all of it", left, ttl-time.Millisecond)
 					}
 					if err := k.Release(t.Context()); err != nil {
@@ -102,13 +104,15 @@ func TestALockIsExtendedEveryThirdOfItsTTL(t *testing.T) {
 }
 
 func TestAFailedExtendIsTriedAgainSoon(t *testing.T) {
-	failures := map[string]func(*fault) *fault{
-		"connection breaks": (*fault).loseRequest,
-		"LOADING":           func(f *fault) *fault { return f.refuse("LOADING Redis is loading the dataset in memory") },
-		"NOPERM": func(f *fault) *fault {
-			return f.refuse("NOPERM this user has no permissions to run the 'evalsha' command")
+	failures := map[string]func(*virtual.Fault) *virtual.Fault{
+		"connection breaks": (*virtual.Fault).LoseRequest,
+		"LOADING": func(f *virtual.Fault) *virtual.Fault {
+			return f.Refuse("LOADING Redis is loading the dataset in memory")
 		},
-		"an unknown error": func(f *fault) *fault { return f.refuse("ERR something nobody has thought of") },
+		"NOPERM": func(f *virtual.Fault) *virtual.Fault {
+			return f.Refuse("NOPERM this user has no permissions to run the 'evalsha' command")
+		},
+		"an unknown error": func(f *virtual.Fault) *virtual.Fault { return f.Refuse("ERR something nobody has thought of") },
 	}
 	for ttl, pause := range map[time.Duration]time.Duration{
 		time.Second:             50 * time.Millisecond,
@@ -118,17 +122,17 @@ func TestAFailedExtendIsTriedAgainSoon(t *testing.T) {
 	} {
 		for name, fail := range failures {
 			t.Run(fmt.Sprintf("%s/%s", ttl, name), func(t *testing.T) {
-				virtual(t, func(t *testing.T, w *world) {
+				virtual.Run(t, func(t *testing.T, w *virtual.World) {
 					var b books
 					teachScripts(w)
-					h := w.host("h", once)
-					l := h.locker(&b, WithTTL(ttl))
+					h := w.Host("h", once)
+					l := locker(h, &b, WithTTL(ttl))
 
 					// Four failures, and then all is well again.
 					k := heldLock(t, l, "passing")
-					first := fail(h.lockLink.every(extendScript.Hash(), k.Key()))
+					first := fail(h.LockLink.Every(extendScript.Hash(), k.Key()))
 					time.Sleep(ttl/3 + 4*pause - pause/2)
-					first.lift()
+					first.Lift()
 					time.Sleep(ttl + pause)
 					var want []time.Duration
 					for i := range 5 {
@@ -147,7 +151,7 @@ func TestAFailedExtendIsTriedAgainSoon(t *testing.T) {
 
 					// Failures until the validity ends.
 					k = heldLock(t, l, "lasting")
-					fail(h.lockLink.every(extendScript.Hash(), k.Key()))
+					fail(h.LockLink.Every(extendScript.Hash(), k.Key()))
 					want = nil
 					for at := ttl / 3; at < ttl-ttl/10; at += pause {
 						want = append(want, at)
@@ -160,7 +164,7 @@ func TestAFailedExtendIsTriedAgainSoon(t *testing.T) {
 						t.Errorf("%d losses told (%+v), want one after %s", len(e), e, ttl-ttl/10)
 					}
 					checkDead(t, k)
-					h.lockLink.heal()
+					h.LockLink.Heal()
 					_ = k.Release(t.Context())
 					b.balance(t, 0)
 				})
@@ -171,24 +175,26 @@ func TestAFailedExtendIsTriedAgainSoon(t *testing.T) {
 
 func TestAReplyThatTheKeyIsNotOursIsALossAtTheNextTick(t *testing.T) {
 	const ttl = 30 * time.Second
-	for name, tamper := range map[string]func(w *world, key string){
-		"deleted":     func(w *world, key string) { w.redis.Del(key) },
-		"another's":   func(w *world, key string) { _ = w.redis.Set(key, encodeValue(Holder{}, "another token")) },
-		"wrong type":  func(w *world, key string) { w.redis.Del(key); _, _ = w.redis.Push(key, "x") },
-		"done marker": func(w *world, key string) { _ = w.redis.Set(key, encodeValue(Holder{Done: true}, "another token")) },
+	for name, tamper := range map[string]func(w *virtual.World, key string){
+		"deleted":    func(w *virtual.World, key string) { w.Redis.Del(key) },
+		"another's":  func(w *virtual.World, key string) { _ = w.Redis.Set(key, encodeValue(Holder{}, "another token")) },
+		"wrong type": func(w *virtual.World, key string) { w.Redis.Del(key); _, _ = w.Redis.Push(key, "x") },
+		"done marker": func(w *virtual.World, key string) {
+			_ = w.Redis.Set(key, encodeValue(Holder{Done: true}, "another token"))
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var b books
 				teachScripts(w)
-				h := w.host("h")
-				l := h.locker(&b, WithTTL(ttl))
+				h := w.Host("h")
+				l := locker(h, &b, WithTTL(ttl))
 				k := heldLock(t, l, "n")
 				time.Sleep(ttl/3 + time.Millisecond)
 				tamper(w, k.Key())
-				before := w.redis.Dump()
+				before := w.Redis.Dump()
 				awaitEnd(k)
-				if at := w.elapsed(); at != 2*ttl/3 {
+				if at := w.Elapsed(); at != 2*ttl/3 {
 					t.Errorf("the context ended after %s, want %s", at, 2*ttl/3)
 				}
 				if cause := context.Cause(k.Context()); !errors.Is(cause, ErrLost) || errors.Is(cause, ErrUnavailable) {
@@ -199,7 +205,7 @@ func TestAReplyThatTheKeyIsNotOursIsALossAtTheNextTick(t *testing.T) {
 				if n := len(extendTimes(h, k)); n != 2 {
 					t.Errorf("%d extensions, want none after the loss", n-2)
 				}
-				if now := w.redis.Dump(); now != before {
+				if now := w.Redis.Dump(); now != before {
 					t.Errorf("Redis holds\n%s\nwant\n%s", now, before)
 				}
 				if err := k.Release(t.Context()); !errors.Is(err, ErrLost) {
@@ -219,33 +225,33 @@ func TestSilenceIsALossBeforeTheKeyCanExpire(t *testing.T) {
 		silences = append(silences, struct {
 			name  string
 			tune  []func(*redis.Options)
-			begin func(*link)
-		}{refusal, nil, func(l *link) { l.every("").refuse(refusal) }})
+			begin func(*virtual.Link)
+		}{refusal, nil, func(l *virtual.Link) { l.Every("").Refuse(refusal) }})
 	}
 	for _, test := range silences {
 		for name, confirmed := range map[string]time.Duration{"never extended": 0, "extended before": 2 * ttl / 3} {
 			t.Run(test.name+"/"+name, func(t *testing.T) {
-				virtual(t, func(t *testing.T, w *world) {
+				virtual.Run(t, func(t *testing.T, w *virtual.World) {
 					var b books
-					h := w.host("h", test.tune...)
-					l := h.locker(&b, WithTTL(ttl))
+					h := w.Host("h", test.tune...)
+					l := locker(h, &b, WithTTL(ttl))
 					k := heldLock(t, l, "n")
 					time.Sleep(confirmed + time.Millisecond)
-					test.begin(h.lockLink)
+					test.begin(h.LockLink)
 					awaitEnd(k)
-					if at := w.elapsed() - confirmed; at != ttl-ttl/10 {
+					if at := w.Elapsed() - confirmed; at != ttl-ttl/10 {
 						t.Errorf("the context ended %s after the last confirmation, want %s", at, ttl-ttl/10)
 					}
-					if left := w.redis.TTL(k.Key()); left != ttl/10 {
+					if left := w.Redis.TTL(k.Key()); left != ttl/10 {
 						t.Errorf("the key's TTL was %s then, want %s", left, ttl/10)
 					}
 					if cause := context.Cause(k.Context()); !errors.Is(cause, ErrLost) {
 						t.Errorf("the cause is %v, want ErrLost", cause)
 					}
 					checkDead(t, k)
-					h.lockLink.heal()
+					h.LockLink.Heal()
 					time.Sleep(3 * ttl)
-					if w.redis.Exists(k.Key()) || !ended(k) {
+					if w.Redis.Exists(k.Key()) || !ended(k) {
 						t.Error("a lost lock came back")
 					}
 					_ = k.Release(t.Context())
@@ -259,59 +265,59 @@ func TestSilenceIsALossBeforeTheKeyCanExpire(t *testing.T) {
 
 // How long Redis and the network took over a call does not lengthen the validity.
 func TestAConfirmationCountsFromWhenItsRequestWasSent(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		const ttl = 30 * time.Second
 		var b books
 		teachScripts(w)
-		h := w.host("h", patient)
-		k := heldLock(t, h.locker(&b, WithTTL(ttl)), "n")
-		h.lockLink.next(extendScript.Hash()).delayReply(ttl / 2) // sent at TTL/3, known at TTL*5/6
-		h.lockLink.every(extendScript.Hash()).swallowRequest()
+		h := w.Host("h", patient)
+		k := heldLock(t, locker(h, &b, WithTTL(ttl)), "n")
+		h.LockLink.Next(extendScript.Hash()).DelayReply(ttl / 2) // sent at TTL/3, known at TTL*5/6
+		h.LockLink.Every(extendScript.Hash()).SwallowRequest()
 		awaitEnd(k)
-		if want := ttl/3 + ttl - ttl/10; w.elapsed() != want {
-			t.Errorf("valid for %s, want %s", w.elapsed(), want)
+		if want := ttl/3 + ttl - ttl/10; w.Elapsed() != want {
+			t.Errorf("valid for %s, want %s", w.Elapsed(), want)
 		}
-		h.lockLink.heal()
+		h.LockLink.Heal()
 		_ = k.Release(t.Context())
 		b.balance(t, 0)
 	})
 }
 
 func TestAnOldConfirmationThatComesLateDoesNotShortenTheValidity(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		const ttl = 30 * time.Second
 		var b books
 		teachScripts(w)
-		h := w.host("h", patient)
-		k := heldLock(t, h.locker(&b, WithTTL(ttl)), "n")
-		h.lockLink.next(extendScript.Hash()).delayReply(ttl / 2)          // sent at TTL/3, known at TTL*5/6
-		h.lockLink.next(extendScript.Hash()).delayReply(time.Millisecond) // sent at TTL*2/3, known at once
-		h.lockLink.every(extendScript.Hash()).swallowRequest()
+		h := w.Host("h", patient)
+		k := heldLock(t, locker(h, &b, WithTTL(ttl)), "n")
+		h.LockLink.Next(extendScript.Hash()).DelayReply(ttl / 2)          // sent at TTL/3, known at TTL*5/6
+		h.LockLink.Next(extendScript.Hash()).DelayReply(time.Millisecond) // sent at TTL*2/3, known at once
+		h.LockLink.Every(extendScript.Hash()).SwallowRequest()
 		awaitEnd(k)
-		if want := 2*ttl/3 + ttl - ttl/10; w.elapsed() != want {
-			t.Errorf("valid for %s, want %s", w.elapsed(), want)
+		if want := 2*ttl/3 + ttl - ttl/10; w.Elapsed() != want {
+			t.Errorf("valid for %s, want %s", w.Elapsed(), want)
 		}
-		h.lockLink.heal()
+		h.LockLink.Heal()
 		_ = k.Release(t.Context())
 		b.balance(t, 0)
 	})
 }
 
 func TestAConfirmationAfterTheLossDoesNotReviveTheLock(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		const ttl = 30 * time.Second
 		var b books
 		teachScripts(w)
-		h := w.host("h", patient)
-		l := h.locker(&b, WithTTL(ttl))
+		h := w.Host("h", patient)
+		l := locker(h, &b, WithTTL(ttl))
 		k := heldLock(t, l, "n")
-		late := h.lockLink.every(extendScript.Hash()).delayReply(ttl) // Redis extends, nobody knows
+		late := h.LockLink.Every(extendScript.Hash()).DelayReply(ttl) // Redis extends, nobody knows
 		awaitEnd(k)
-		if want := ttl - ttl/10; w.elapsed() != want {
-			t.Errorf("valid for %s, want %s", w.elapsed(), want)
+		if want := ttl - ttl/10; w.Elapsed() != want {
+			t.Errorf("valid for %s, want %s", w.Elapsed(), want)
 		}
 		time.Sleep(2 * ttl)
-		if n := late.hits(); n != 2 {
+		if n := late.Hits(); n != 2 {
 			t.Errorf("extended %d times, want at TTL/3 and TTL*2/3 only", n)
 		}
 		if err := k.Check(t.Context()); !errors.Is(err, ErrLost) || !ended(k) {
@@ -325,13 +331,13 @@ func TestAConfirmationAfterTheLossDoesNotReviveTheLock(t *testing.T) {
 }
 
 func TestACallThatNeverReturnsKeepsTheNextFromNothing(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		const ttl = 30 * time.Second
 		var b books
 		teachScripts(w)
-		h := w.host("h", patient)
-		k := heldLock(t, h.locker(&b, WithTTL(ttl)), "n")
-		h.lockLink.next(extendScript.Hash()).swallowRequest()
+		h := w.Host("h", patient)
+		k := heldLock(t, locker(h, &b, WithTTL(ttl)), "n")
+		h.LockLink.Next(extendScript.Hash()).SwallowRequest()
 		time.Sleep(5*ttl + time.Millisecond)
 		if ended(k) {
 			t.Fatalf("one lost call cost the lock: %v", context.Cause(k.Context()))
@@ -351,17 +357,17 @@ func TestACallThatNeverReturnsKeepsTheNextFromNothing(t *testing.T) {
 }
 
 func TestCallsThatNeverReturnDelayNeitherTheirDeadlineNorAnotherLock(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		const ttl = 30 * time.Second
 		var b books
 		teachScripts(w)
-		h := w.host("h", patient)
-		l := h.locker(&b, WithTTL(ttl))
+		h := w.Host("h", patient)
+		l := locker(h, &b, WithTTL(ttl))
 		stuck, other := heldLock(t, l, "stuck"), heldLock(t, l, "other")
-		h.lockLink.every("", stuck.Key()).swallowRequest()
+		h.LockLink.Every("", stuck.Key()).SwallowRequest()
 
 		awaitEnd(stuck)
-		if at := w.elapsed(); at != ttl-ttl/10 || !errors.Is(context.Cause(stuck.Context()), ErrLost) {
+		if at := w.Elapsed(); at != ttl-ttl/10 || !errors.Is(context.Cause(stuck.Context()), ErrLost) {
 			t.Errorf("the context ended after %s by %v, want ErrLost after %s", at, context.Cause(stuck.Context()), ttl-ttl/10)
 		}
 		checkDead(t, stuck)
@@ -380,7 +386,7 @@ func TestCallsThatNeverReturnDelayNeitherTheirDeadlineNorAnotherLock(t *testing.
 			t.Errorf("a third lock took %s (%v)", time.Since(began), err)
 		}
 
-		time.Sleep(5*ttl + time.Millisecond - w.elapsed())
+		time.Sleep(5*ttl + time.Millisecond - w.Elapsed())
 		var want []time.Duration
 		for i := range 15 {
 			want = append(want, time.Duration(i+1)*ttl/3)
@@ -391,7 +397,7 @@ func TestCallsThatNeverReturnDelayNeitherTheirDeadlineNorAnotherLock(t *testing.
 		if err := other.Release(t.Context()); err != nil {
 			t.Error(err)
 		}
-		h.lockLink.heal() // now the calls return
+		h.LockLink.Heal() // now the calls return
 		<-stuck.released
 		checkIdle(t, l)
 		b.balance(t, 0)
@@ -401,26 +407,26 @@ func TestCallsThatNeverReturnDelayNeitherTheirDeadlineNorAnotherLock(t *testing.
 func TestAnExtendThatIsUnderWayDelaysNoReturnAndRevivesNothing(t *testing.T) {
 	for _, doneFor := range []time.Duration{0, time.Hour} {
 		t.Run(fmt.Sprintf("done for %s", doneFor), func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				const ttl = 30 * time.Second
 				var b books
 				teachScripts(w)
-				h := w.host("h", patient)
-				l := h.locker(&b, WithTTL(ttl), WithDoneFor(doneFor))
-				late := h.lockLink.next(extendScript.Hash()).delay(ttl)
+				h := w.Host("h", patient)
+				l := locker(h, &b, WithTTL(ttl), WithDoneFor(doneFor))
+				late := h.LockLink.Next(extendScript.Hash()).Delay(ttl)
 				err := l.Do(t.Context(), "n", func(context.Context) error {
 					time.Sleep(ttl/3 + time.Second)
 					return nil
 				})
-				if took := w.elapsed(); err != nil || took != ttl/3+time.Second {
+				if took := w.Elapsed(); err != nil || took != ttl/3+time.Second {
 					t.Errorf("Do returned %v after %s, want nil when its function did", err, took)
 				}
-				before := w.redis.Dump()
+				before := w.Redis.Dump()
 				time.Sleep(2 * ttl)
-				if late.hits() != 1 || w.redis.Dump() != before {
-					t.Errorf("%d late extends turned\n%s\ninto\n%s", late.hits(), before, w.redis.Dump())
+				if late.Hits() != 1 || w.Redis.Dump() != before {
+					t.Errorf("%d late extends turned\n%s\ninto\n%s", late.Hits(), before, w.Redis.Dump())
 				}
-				if left := w.redis.TTL(k1); doneFor > 0 && left != doneFor-2*ttl {
+				if left := w.Redis.TTL(k1); doneFor > 0 && left != doneFor-2*ttl {
 					t.Errorf("the marker's TTL is %s, want %s", left, doneFor-2*ttl)
 				}
 				checkIdle(t, l)
@@ -431,16 +437,16 @@ func TestAnExtendThatIsUnderWayDelaysNoReturnAndRevivesNothing(t *testing.T) {
 }
 
 func TestThousandsOfHeldLocksCostNoGoroutine(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		const (
 			n   = 2000
 			ttl = 30 * time.Second
 		)
-		w.redis.ClockTTL(false) // miniredis looks at every key for it, at every command
+		w.Redis.ClockTTL(false) // miniredis looks at every key for it, at every command
 		teachScripts(w)
-		h := w.host("h")
+		h := w.Host("h")
 		var lost, abandoned atomic.Int64
-		l, err := New(h.rdb, WithTTL(ttl), WithLogger(slog.New(slog.DiscardHandler)), WithObserver(func(_ context.Context, e Event) {
+		l, err := New(h.RDB, WithTTL(ttl), WithLogger(slog.New(slog.DiscardHandler)), WithObserver(func(_ context.Context, e Event) {
 			switch e.Kind {
 			case EventLost:
 				lost.Add(1)
@@ -451,7 +457,7 @@ func TestThousandsOfHeldLocksCostNoGoroutine(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		_ = h.rdb.Ping(t.Context()) // so that its connection is there
+		_ = h.RDB.Ping(t.Context()) // so that its connection is there
 		synctest.Wait()
 		before := runtime.NumGoroutine()
 
@@ -473,8 +479,8 @@ func TestThousandsOfHeldLocksCostNoGoroutine(t *testing.T) {
 		time.Sleep(ttl/3 + 500*time.Microsecond)
 		lean("after their first extension")
 		extended := map[string]bool{}
-		for _, c := range h.lockLink.sent(extendScript.Hash()) {
-			extended[c.args[2]] = true
+		for _, c := range h.LockLink.Sent(extendScript.Hash()) {
+			extended[c.Args[2]] = true
 		}
 		if len(extended) != n || lost.Load() > 0 {
 			t.Errorf("%d of %d extended, %d lost", len(extended), n, lost.Load())
@@ -493,14 +499,14 @@ func TestThousandsOfHeldLocksCostNoGoroutine(t *testing.T) {
 }
 
 func TestAnIdleLockerOwnsNothing(t *testing.T) {
-	virtual(t, func(t *testing.T, w *world) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		const ttl = 3 * time.Second
 		var b books
-		h := w.host("h")
-		l := h.locker(&b, WithTTL(ttl), WithGracePeriod(time.Second))
+		h := w.Host("h")
+		l := locker(h, &b, WithTTL(ttl), WithGracePeriod(time.Second))
 		time.Sleep(time.Hour)
-		if stats := h.rdb.PoolStats(); stats.TotalConns != 0 || len(h.lockLink.sent("")) > 0 {
-			t.Errorf("before its first use: %d connections, commands %v", stats.TotalConns, h.lockLink.sent(""))
+		if stats := h.RDB.PoolStats(); stats.TotalConns != 0 || len(h.LockLink.Sent("")) > 0 {
+			t.Errorf("before its first use: %d connections, commands %v", stats.TotalConns, h.LockLink.Sent(""))
 		}
 		checkIdle(t, l)
 
@@ -512,26 +518,26 @@ func TestAnIdleLockerOwnsNothing(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		_ = l.Do(ctx, "abandoned", func(context.Context) error { cancel(); time.Sleep(2 * ttl); return nil })
 		deleted, lost := heldLock(t, l, "deleted"), heldLock(t, l, "lost")
-		w.redis.Del(deleted.Key())
+		w.Redis.Del(deleted.Key())
 		awaitEnd(deleted)
-		h.lockLink.hang()
+		h.LockLink.Hang()
 		_, _ = l.TryAcquire(t.Context(), "unavailable")
 		awaitEnd(lost)
-		h.lockLink.heal()
+		h.LockLink.Heal()
 		_, _ = deleted.Release(t.Context()), lost.Release(t.Context())
 		time.Sleep(time.Minute)
 
 		b.want(t, "abandoned=1 acquired=5 lost=2 released=2")
-		h.lockLink.forget()
+		h.LockLink.Forget()
 		time.Sleep(time.Hour)
-		if sent := h.lockLink.sent(""); len(sent) > 0 {
+		if sent := h.LockLink.Sent(""); len(sent) > 0 {
 			t.Errorf("%d commands in an idle hour: %v", len(sent), sent[0])
 		}
 		for _, k := range []*Lock{released, deleted, lost} {
 			checkDead(t, k)
 		}
 		checkIdle(t, l)
-		if keys := w.redis.Keys(); len(keys) > 0 {
+		if keys := w.Redis.Keys(); len(keys) > 0 {
 			t.Errorf("keys left: %v", keys)
 		}
 		over, stop := context.WithCancel(t.Context())
@@ -553,24 +559,24 @@ func TestNoWeatherMakesTwoHoldersOfOneLock(t *testing.T) {
 	)
 	for seed := range uint64(2) {
 		t.Run(fmt.Sprint(seed), func(t *testing.T) {
-			virtual(t, func(t *testing.T, w *world) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var b books
-				var runs tally
+				var runs virtual.Tally
 				var fights sync.WaitGroup
 				var lockers []*Locker
-				var all []*host
+				var all []*virtual.Host
 				for i := range hosts {
-					h := w.host(fmt.Sprintf("h%d", i))
-					l := h.locker(&b, WithTTL(ttl))
+					h := w.Host(fmt.Sprintf("h%d", i))
+					l := locker(h, &b, WithTTL(ttl))
 					all, lockers = append(all, h), append(lockers, l)
 					for j := range names {
 						random := rand.New(rand.NewPCG(seed, uint64(100+i*names+j)))
 						fights.Go(func() {
 							name := fmt.Sprint(j)
-							for w.elapsed() < lasts {
+							for w.Elapsed() < lasts {
 								_ = l.Do(t.Context(), name, func(ctx context.Context) error {
-									defer runs.start(name)()
-									return busy(ctx, time.Duration(random.Int64N(int64(2*ttl))))
+									defer runs.Start(name)()
+									return virtual.Busy(ctx, time.Duration(random.Int64N(int64(2*ttl))))
 								})
 								time.Sleep(time.Duration(random.Int64N(int64(ttl / 3))))
 							}
@@ -580,13 +586,13 @@ func TestNoWeatherMakesTwoHoldersOfOneLock(t *testing.T) {
 				}
 				fights.Wait()
 				for _, h := range all {
-					h.lockLink.heal()
+					h.LockLink.Heal()
 				}
-				if got := runs.overlaps(); len(got) > 0 {
+				if got := runs.Overlaps(); len(got) > 0 {
 					t.Errorf("two at once, %d times: %s", len(got), got[0])
 				}
 				time.Sleep(6 * ttl) // releases under way, and go-redis's timeouts
-				if keys := w.redis.Keys(); len(keys) > 0 {
+				if keys := w.Redis.Keys(); len(keys) > 0 {
 					t.Errorf("keys left: %v", keys)
 				}
 				for _, l := range lockers {
@@ -602,45 +608,45 @@ func TestNoWeatherMakesTwoHoldersOfOneLock(t *testing.T) {
 }
 
 // weather makes something happen to the host's link about once per TTL.
-func weather(h *host, random *rand.Rand, lasts, ttl time.Duration) {
+func weather(h *virtual.Host, random *rand.Rand, lasts, ttl time.Duration) {
 	some := func(most time.Duration) time.Duration { return time.Duration(random.Int64N(int64(most))) }
 	commands := []string{"", "SET", extendScript.Hash(), releaseScript.Hash()}
-	for h.world.elapsed() < lasts {
+	for h.World.Elapsed() < lasts {
 		time.Sleep(some(2 * ttl))
-		l := h.lockLink
-		f := l.next(commands[random.IntN(len(commands))])
+		l := h.LockLink
+		f := l.Next(commands[random.IntN(len(commands))])
 		if random.IntN(3) == 0 {
-			f.left = 5
+			f.Times(5)
 		}
 		switch random.IntN(12) {
 		case 0:
-			f.loseRequest()
+			f.LoseRequest()
 		case 1:
-			f.loseReply()
+			f.LoseReply()
 		case 2:
-			f.swallowRequest()
+			f.SwallowRequest()
 		case 3:
-			f.swallowReply()
+			f.SwallowReply()
 		case 4:
-			f.delay(some(2 * ttl))
+			f.Delay(some(2 * ttl))
 		case 5:
-			f.delayReply(some(2 * ttl))
+			f.DelayReply(some(2 * ttl))
 		case 6:
-			f.refuse("LOADING Redis is loading the dataset in memory")
+			f.Refuse("LOADING Redis is loading the dataset in memory")
 		case 7:
-			_ = h.world.rdb.ScriptFlush(h.world.t.Context()).Err()
+			_ = h.World.RDB.ScriptFlush(h.World.T.Context()).Err()
 		case 8:
-			l.slow(some(ttl / 4))
+			l.Slow(some(ttl / 4))
 		case 9:
-			l.cut()
+			l.Cut()
 			time.Sleep(some(2 * ttl))
-			l.heal()
+			l.Heal()
 		case 10:
-			l.hang()
+			l.Hang()
 			time.Sleep(some(2 * ttl))
-			l.heal()
+			l.Heal()
 		default:
-			l.heal()
+			l.Heal()
 		}
 	}
 }
