@@ -9,6 +9,8 @@ import (
 	"sync"
 	"syscall"
 	"time"
+
+	"example.com/redislock/faults/history"
 )
 
 // breakThings does what the schedule says and heals it all before it returns.
@@ -39,10 +41,10 @@ func (c *campaign) breakThings(ctx context.Context) error {
 // another one is left out.
 func (c *campaign) do(ctx context.Context, s step) error {
 	w := c.slots[s.worker]
-	f := record{Kind: kindFault, Fault: s.fault, T: now(), Process: w.name}
+	f := history.Record{Kind: history.KindFault, Fault: s.fault, T: history.Now(), Process: w.name}
 	note := func() {
-		f.Until = now()
-		c.history.add(f)
+		f.Until = history.Now()
+		c.history.Add(f)
 	}
 	switch s.fault {
 	case faultKill, faultShutdown:
@@ -54,12 +56,12 @@ func (c *campaign) do(ctx context.Context, s step) error {
 		note()
 		sleep(ctx, s.lasts)
 		return c.startWorker(w)
-	case faultPause:
+	case history.FaultPause:
 		if !w.mu.TryLock() {
 			return nil
 		}
 		defer w.mu.Unlock()
-		f.Process, f.T = w.current, now()
+		f.Process, f.T = w.current, history.Now()
 		w.process.signal(syscall.SIGSTOP)
 		sleep(ctx, s.lasts)
 		w.process.signal(syscall.SIGCONT)
@@ -69,7 +71,7 @@ func (c *campaign) do(ctx context.Context, s step) error {
 			return nil
 		}
 		defer w.network.Unlock()
-		f.T = now()
+		f.T = history.Now()
 		w.proxy.set(troubleOf(s))
 		if s.fault == faultCut || s.fault == faultRefuse {
 			w.proxy.cut()
@@ -78,16 +80,16 @@ func (c *campaign) do(ctx context.Context, s step) error {
 		w.proxy.set(trouble{})
 		note()
 	case faultLoseAcquire, faultLoseExtend, faultLoseRelease, faultHushAcquire, faultHushExtend, faultHushRelease:
-		_, verbName, _ := strings.Cut(s.fault, faultSwallow)
-		w.proxy.swallow(verb(verbName), strings.HasPrefix(s.fault, faultOneReply))
-		f.Until = now() + int64(faultSwallowWindow)
-		c.history.add(f)
-	case faultLossy, faultDurable:
+		_, verbName, _ := strings.Cut(s.fault, history.FaultSwallow)
+		w.proxy.swallow(verb(verbName), strings.HasPrefix(s.fault, history.FaultOneReply))
+		f.Until = history.Now() + int64(faultSwallowWindow)
+		c.history.Add(f)
+	case history.FaultLossy, faultDurable:
 		if !c.locks.mu.TryLock() {
 			return nil
 		}
 		defer c.locks.mu.Unlock()
-		f.Process, f.T = "", now()
+		f.Process, f.T = "", history.Now()
 		c.locks.process.kill()
 		note() // what is lost is lost now
 		sleep(ctx, s.lasts)
@@ -95,7 +97,7 @@ func (c *campaign) do(ctx context.Context, s step) error {
 		f.Fault = faultDown
 		note()
 		return err
-	case faultScripts, faultFlush, faultClientPause, faultDelete, faultSteal:
+	case faultScripts, history.FaultFlush, faultClientPause, history.FaultDelete, history.FaultSteal:
 		f.Process = ""
 		return c.command(ctx, s, f)
 	default:
@@ -123,24 +125,24 @@ func troubleOf(s step) trouble {
 }
 
 // command does what somebody does to Redis itself. It is left out while the server is down.
-func (c *campaign) command(ctx context.Context, s step, f record) error {
+func (c *campaign) command(ctx context.Context, s step, f history.Record) error {
 	if !c.locks.mu.TryLock() {
 		return nil
 	}
 	defer c.locks.mu.Unlock()
 	rdb := c.locks.client
 	var err error
-	f.T = now()
+	f.T = history.Now()
 	switch s.fault {
 	case faultScripts:
 		err = rdb.ScriptFlush(ctx).Err()
-	case faultFlush:
+	case history.FaultFlush:
 		err = rdb.FlushAll(ctx).Err()
 	case faultClientPause:
 		if err = rdb.Do(ctx, "client", "pause", s.lasts.Milliseconds(), "all").Err(); err == nil {
 			sleep(ctx, s.lasts)
 		}
-	case faultDelete, faultSteal:
+	case history.FaultDelete, history.FaultSteal:
 		keys, listErr := c.lockKeys(ctx)
 		if listErr != nil {
 			err = listErr
@@ -150,8 +152,8 @@ func (c *campaign) command(ctx context.Context, s step, f record) error {
 		if len(keys) == 0 {
 			return nil
 		}
-		f.Key, f.T = keys[int(s.pick*float64(len(keys)))].name, now()
-		if s.fault == faultDelete {
+		f.Key, f.T = keys[int(s.pick*float64(len(keys)))].name, history.Now()
+		if s.fault == history.FaultDelete {
 			err = rdb.Del(ctx, f.Key).Err()
 		} else {
 			err = rdb.Set(ctx, f.Key, `redislock/1 {"task_id":"thief","host":"elsewhere","pid":1,"since":"2025-01-01T00:00:00Z","token":"stolen"}`, ttl/2).Err()
@@ -160,7 +162,7 @@ func (c *campaign) command(ctx context.Context, s step, f record) error {
 	if ctx.Err() != nil {
 		err = nil // the campaign is over; the fault may have been done all the same
 	}
-	f.Until = now()
-	c.history.add(f)
+	f.Until = history.Now()
+	c.history.Add(f)
 	return err
 }

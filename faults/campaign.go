@@ -13,6 +13,8 @@ import (
 	"syscall"
 	"time"
 
+	"example.com/redislock/faults/history"
+
 	"github.com/hibiken/asynq"
 	"github.com/redis/go-redis/v9"
 )
@@ -32,7 +34,7 @@ type campaign struct {
 	locks   *server
 	queue   *server
 	slots   []*slot
-	history *history
+	history *history.Writer
 }
 
 // slot is the place of one worker: a proxy that stays, and one process after the other.
@@ -49,13 +51,13 @@ type slot struct {
 }
 
 // run returns the whole history. Whatever happens, every process it has started has ended then.
-func (c *campaign) run(ctx context.Context) (history []record, err error) {
+func (c *campaign) run(ctx context.Context) (records []history.Record, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	if err := os.MkdirAll(filepath.Join(c.dir, "flock"), 0o700); err != nil {
 		return nil, err
 	}
-	if c.history, err = newHistory(c.dir, "rig"); err != nil {
+	if c.history, err = history.Create(c.dir, "rig"); err != nil {
 		return nil, err
 	}
 	args := []string{"--appendonly", "no"}
@@ -112,10 +114,10 @@ func (c *campaign) run(ctx context.Context) (history []record, err error) {
 	if err := c.inspectQueue(); err != nil {
 		return nil, err
 	}
-	if err := c.history.close(); err != nil {
+	if err := c.history.Close(); err != nil {
 		return nil, err
 	}
-	return readHistories(c.dir)
+	return history.ReadDir(c.dir)
 }
 
 // startWorker is called with s.mu held, or before anybody else knows s.
@@ -138,9 +140,9 @@ func (c *campaign) startWorker(s *slot) error {
 
 // end ends the worker's process, by force or in order, and notes one that had ended by itself. s.mu is held.
 func (c *campaign) end(s *slot, force bool) {
-	defer func() { c.history.add(record{Kind: kindGone, Process: s.current}) }()
+	defer func() { c.history.Add(history.Record{Kind: history.KindGone, Process: s.current}) }()
 	if s.process.ended() {
-		c.history.add(record{Kind: kindDied, Process: s.current, Err: s.process.output.String()})
+		c.history.Add(history.Record{Kind: history.KindDied, Process: s.current, Err: s.process.output.String()})
 		return
 	}
 	if !force {
@@ -150,9 +152,9 @@ func (c *campaign) end(s *slot, force bool) {
 		}
 	}
 	if force {
-		c.history.add(record{Kind: kindKilled, Process: s.current})
+		c.history.Add(history.Record{Kind: history.KindKilled, Process: s.current})
 	} else {
-		c.history.add(record{Kind: kindDied, Process: s.current, Err: "it did not end when told to, and was killed"})
+		c.history.Add(history.Record{Kind: history.KindDied, Process: s.current, Err: "it did not end when told to, and was killed"})
 	}
 	s.process.kill()
 }
@@ -207,7 +209,7 @@ func (c *campaign) produce(ctx context.Context) error {
 				if _, err := client.Enqueue(task); err != nil {
 					return fmt.Errorf("enqueue: %w", err)
 				}
-				c.history.add(record{Kind: kindEnqueued, Task: id})
+				c.history.Add(history.Record{Kind: history.KindEnqueued, Task: id})
 			}
 			if due-n > c.rate { // it was held up by a full queue: no flood afterwards
 				began = began.Add(time.Second)
@@ -253,7 +255,7 @@ func (c *campaign) inspectQueue() error {
 				return fmt.Errorf("list %s tasks: %w", state, err)
 			}
 			for _, task := range tasks {
-				c.history.add(record{Kind: kindQueued, Task: task.ID, State: state, Err: task.LastErr})
+				c.history.Add(history.Record{Kind: history.KindQueued, Task: task.ID, State: state, Err: task.LastErr})
 			}
 			full = len(tasks) == size
 		}
@@ -300,7 +302,7 @@ func (c *campaign) watchKeys(ctx context.Context) {
 		for _, k := range keys {
 			// Redis answers -2 for a key that lapsed between the two commands, and go-redis leaves that in nanoseconds.
 			if k.ttl == -1 || !k.done() && k.ttl > ttl || k.ttl > doneFor {
-				c.history.add(record{Kind: kindImmortal, Key: k.name, Err: fmt.Sprintf("TTL %v: %s", k.ttl, k.value)})
+				c.history.Add(history.Record{Kind: history.KindImmortal, Key: k.name, Err: fmt.Sprintf("TTL %v: %s", k.ttl, k.value)})
 			}
 		}
 	}
@@ -310,11 +312,11 @@ func (c *campaign) watchKeys(ctx context.Context) {
 func (c *campaign) inspectKeys(ctx context.Context) {
 	keys, err := c.lockKeys(ctx)
 	if err != nil {
-		c.history.add(record{Kind: kindDied, Process: "redis", Err: err.Error()})
+		c.history.Add(history.Record{Kind: history.KindDied, Process: "redis", Err: err.Error()})
 	}
 	for _, k := range keys {
 		if !k.done() {
-			c.history.add(record{Kind: kindLeftover, Key: k.name, Err: k.value})
+			c.history.Add(history.Record{Kind: history.KindLeftover, Key: k.name, Err: k.value})
 		}
 	}
 }

@@ -7,6 +7,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"example.com/redislock/faults/history"
 )
 
 // TestMain makes this binary a worker where a campaign starts it as one.
@@ -40,19 +42,19 @@ func TestCampaign(t *testing.T) {
 		class: chosen[0], server: serverProgram(t), dir: t.TempDir(), seed: 7,
 		duration: 6 * time.Second, drain: time.Second, workers: 4, keys: 16, rate: 200,
 	}
-	history, err := c.run(t.Context())
+	records, err := c.run(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
-	f := check(history, ttl)
+	f := history.Check(records, ttl)
 	var text strings.Builder
 	report(&text, c.class, f)
 	t.Log("\n" + text.String())
-	for _, v := range f.violations {
-		t.Errorf("%s: %s", v.kind, v.text)
+	for _, v := range f.Violations {
+		t.Errorf("%s: %s", v.Kind, v.Text)
 	}
-	if f.cycles < 20 || len(f.faults) < 5 {
-		t.Errorf("%d lock cycles and %d kinds of faults are too few to say anything", f.cycles, len(f.faults))
+	if f.Cycles < 20 || len(f.Faults) < 5 {
+		t.Errorf("%d lock cycles and %d kinds of faults are too few to say anything", f.Cycles, len(f.Faults))
 	}
 	for _, s := range c.slots {
 		if !s.process.ended() {

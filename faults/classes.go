@@ -3,6 +3,8 @@ package main
 import (
 	"math/rand/v2"
 	"time"
+
+	"example.com/redislock/faults/history"
 )
 
 // class is a kind of trouble, and what the lock promises under it.
@@ -38,19 +40,19 @@ const (
 	faultDown          = "redis down"
 	faultScripts       = "script flush"
 	faultClientPause   = "client pause"
-	faultLoseAcquire   = faultSwallow + string(verbAcquire)
-	faultLoseExtend    = faultSwallow + string(verbExtend)
-	faultLoseRelease   = faultSwallow + string(verbRelease)
-	faultHushAcquire   = faultOneReply + " " + faultLoseAcquire
-	faultHushExtend    = faultOneReply + " " + faultLoseExtend
-	faultHushRelease   = faultOneReply + " " + faultLoseRelease
+	faultLoseAcquire   = history.FaultSwallow + string(verbAcquire)
+	faultLoseExtend    = history.FaultSwallow + string(verbExtend)
+	faultLoseRelease   = history.FaultSwallow + string(verbRelease)
+	faultHushAcquire   = history.FaultOneReply + " " + faultLoseAcquire
+	faultHushExtend    = history.FaultOneReply + " " + faultLoseExtend
+	faultHushRelease   = history.FaultOneReply + " " + faultLoseRelease
 	faultSwallowWindow = time.Second // how long a swallowed reply can keep a worker from Redis
 )
 
 var classes = []class{
 	{name: "none", promise: exclusive},
 	{name: "worker-kill", promise: exclusive, every: 600 * time.Millisecond, faults: []string{faultKill}},
-	{name: "worker-pause", promise: allowPause, every: 900 * time.Millisecond, faults: []string{faultPause}},
+	{name: "worker-pause", promise: allowPause, every: 900 * time.Millisecond, faults: []string{history.FaultPause}},
 	{name: "cut", promise: exclusive, every: 150 * time.Millisecond, faults: []string{faultCut, faultCut, faultCut, faultRefuse}},
 	{name: "half-open", promise: exclusive, every: 600 * time.Millisecond, faults: []string{faultHangUp, faultHangDown, faultHang}},
 	{name: "latency", promise: exclusive, every: 500 * time.Millisecond, faults: []string{faultLatency}},
@@ -59,18 +61,18 @@ var classes = []class{
 	{name: "swallow-extend", promise: exclusive, every: 25 * time.Millisecond, faults: []string{faultLoseExtend, faultHushExtend}},
 	{name: "swallow-release", promise: exclusive, every: 25 * time.Millisecond, faults: []string{faultLoseRelease, faultLoseRelease, faultHushRelease}},
 	{name: "redis-kill-aof", promise: exclusive, every: 4 * time.Second, faults: []string{faultDurable}, aof: true},
-	{name: "redis-kill", promise: allowLoss, every: 4 * time.Second, faults: []string{faultLossy}},
+	{name: "redis-kill", promise: allowLoss, every: 4 * time.Second, faults: []string{history.FaultLossy}},
 	{name: "script-flush", promise: exclusive, every: 20 * time.Millisecond, faults: []string{faultScripts}},
-	{name: "flushall", promise: allowLoss, every: 300 * time.Millisecond, faults: []string{faultFlush}},
-	{name: "key-deleted", promise: allowLoss, every: 30 * time.Millisecond, faults: []string{faultDelete}},
-	{name: "key-stolen", promise: allowLoss, every: 60 * time.Millisecond, faults: []string{faultSteal}},
+	{name: "flushall", promise: allowLoss, every: 300 * time.Millisecond, faults: []string{history.FaultFlush}},
+	{name: "key-deleted", promise: allowLoss, every: 30 * time.Millisecond, faults: []string{history.FaultDelete}},
+	{name: "key-stolen", promise: allowLoss, every: 60 * time.Millisecond, faults: []string{history.FaultSteal}},
 	{name: "client-pause", promise: exclusive, every: 3 * time.Second, faults: []string{faultClientPause}},
 	{name: "deaf", promise: allowDeaf, every: 700 * time.Millisecond, faults: []string{faultHang, faultRefuse}, deaf: 0.5},
 	{name: "shutdown", promise: allowDeaf, every: 700 * time.Millisecond, faults: []string{faultShutdown}, deaf: 0.3},
 	{name: "mixed", promise: allowMixed, every: 250 * time.Millisecond, deaf: 0.2, faults: []string{
-		faultKill, faultPause, faultShutdown, faultCut, faultRefuse, faultHangUp, faultHangDown, faultHang, faultLatency, faultThrottle,
+		faultKill, history.FaultPause, faultShutdown, faultCut, faultRefuse, faultHangUp, faultHangDown, faultHang, faultLatency, faultThrottle,
 		faultLoseAcquire, faultLoseExtend, faultLoseRelease, faultHushAcquire, faultHushExtend, faultHushRelease,
-		faultLossy, faultScripts, faultFlush, faultDelete, faultSteal, faultClientPause,
+		history.FaultLossy, faultScripts, history.FaultFlush, history.FaultDelete, history.FaultSteal, faultClientPause,
 	}},
 }
 
@@ -94,11 +96,11 @@ func schedule(c class, seed uint64, workers int, duration time.Duration) (plan [
 		at += between(c.every/2, c.every*3/2)
 		s := step{at: at, fault: c.faults[r.IntN(len(c.faults))], worker: r.IntN(workers), pick: r.Float64()}
 		switch s.fault {
-		case faultPause:
+		case history.FaultPause:
 			s.lasts = between(ttl+ttl/5, 5*ttl/2)
 		case faultKill, faultShutdown:
 			s.lasts = between(50*time.Millisecond, 500*time.Millisecond) // until it is started again
-		case faultLossy, faultDurable:
+		case history.FaultLossy, faultDurable:
 			s.lasts = between(0, 3*ttl/2)
 		case faultCut:
 		case faultClientPause:

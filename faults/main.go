@@ -15,6 +15,8 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"example.com/redislock/faults/history"
 )
 
 func main() {
@@ -80,19 +82,19 @@ func campaigns() error {
 		}
 		run := c.run
 		if *again {
-			run = func(context.Context) ([]record, error) { return readHistories(c.dir) }
+			run = func(context.Context) ([]history.Record, error) { return history.ReadDir(c.dir) }
 		}
-		history, err := run(ctx)
+		records, err := run(ctx)
 		if err != nil {
 			return fmt.Errorf("class %s: %w", class.name, err)
 		}
-		f := check(history, ttl)
+		f := history.Check(records, ttl)
 		report(os.Stdout, class, f)
-		if len(f.violations) > 0 && !*again {
+		if len(f.Violations) > 0 && !*again {
 			fmt.Printf("  histories: %s\n  again: go run . -faults %s -duration %v -drain %v -workers %d -keys %d -rate %d -seed %d -server %s\n",
 				c.dir, class.name, *duration, *drain, *workers, *keys, *rate, *seed, program)
 		}
-		bad += len(f.violations)
+		bad += len(f.Violations)
 	}
 	if bad > 0 {
 		return fmt.Errorf("%d violations", bad)

@@ -16,6 +16,8 @@ import (
 	"syscall"
 	"time"
 
+	"example.com/redislock/faults/history"
+
 	"example.com/redislock"
 	"github.com/hibiken/asynq"
 	"github.com/redis/go-redis/v9"
@@ -101,7 +103,7 @@ type deliveryKey struct{}
 
 type worker struct {
 	workerConfig
-	history    *history
+	history    *history.Writer
 	deliveries atomic.Int64
 }
 
@@ -114,7 +116,7 @@ func runWorker(config string) error {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	defer stop()
 	var err error
-	if w.history, err = newHistory(w.Dir, w.Process); err != nil {
+	if w.history, err = history.Create(w.Dir, w.Process); err != nil {
 		return err
 	}
 	go w.watchStalls()
@@ -151,14 +153,14 @@ func runWorker(config string) error {
 	srv.Shutdown()
 	bound, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	var bye record
+	var bye history.Record
 	for _, locker := range lockers {
 		if err := locker.Shutdown(bound); err != nil {
 			bye.Err = err.Error()
 		}
 	}
-	bye.Kind = kindBye
-	w.history.add(bye)
+	bye.Kind = history.KindBye
+	w.history.Add(bye)
 	// Not closed: handlers that ignore their context may still write until the process is gone.
 	return nil
 }
@@ -168,18 +170,18 @@ func (w *worker) see(next asynq.Handler) asynq.Handler {
 	return asynq.HandlerFunc(func(ctx context.Context, task *asynq.Task) error {
 		n := w.deliveries.Add(1)
 		id, _ := asynq.GetTaskID(ctx)
-		w.history.add(record{Kind: kindSeen, Delivery: n, Task: id})
+		w.history.Add(history.Record{Kind: history.KindSeen, Delivery: n, Task: id})
 		return next.ProcessTask(context.WithValue(ctx, deliveryKey{}, n), task)
 	})
 }
 
 func (w *worker) observe(ctx context.Context, e redislock.Event) {
-	r := record{Kind: string(e.Kind), Task: e.TaskID, Key: e.Key, Holder: e.Holder.TaskID}
+	r := history.Record{Kind: string(e.Kind), Task: e.TaskID, Key: e.Key, Holder: e.Holder.TaskID}
 	r.Delivery, _ = ctx.Value(deliveryKey{}).(int64)
 	if e.Err != nil {
 		r.Err = e.Err.Error()
 	}
-	w.history.add(r)
+	w.history.Add(r)
 }
 
 // work is the handler: a critical section that does not trust the lock.
@@ -200,12 +202,12 @@ func (w *worker) work(ctx context.Context, doneFor time.Duration) (err error) {
 	defer file.Close() // frees the file lock, as the end of the process does
 	clash := syscall.Flock(int(file.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) != nil
 
-	r := record{Delivery: n, Task: id, Key: lock.Key(), Deaf: m.deaf, DoneFor: int64(doneFor)}
+	r := history.Record{Delivery: n, Task: id, Key: lock.Key(), Deaf: m.deaf, DoneFor: int64(doneFor)}
 	enter := r
-	enter.Kind, enter.Clash = kindEnter, clash
-	w.history.add(enter)
+	enter.Kind, enter.Clash = history.KindEnter, clash
+	w.history.Add(enter)
 	defer func() { // before the file lock is freed
-		r.Kind = kindExit
+		r.Kind = history.KindExit
 		switch p := recover(); {
 		case p != nil:
 			r.Err = fmt.Sprint("panic: ", p)
@@ -213,7 +215,7 @@ func (w *worker) work(ctx context.Context, doneFor time.Duration) (err error) {
 		case err != nil:
 			r.Err = err.Error()
 		}
-		w.history.add(r)
+		w.history.Add(r)
 	}()
 
 	timer := time.NewTimer(m.takes)
@@ -244,11 +246,11 @@ const (
 
 // watchStalls notes when this process did not get to run. A lock's promise is about clocks and timers that do.
 func (w *worker) watchStalls() {
-	for last := now(); ; {
+	for last := history.Now(); ; {
 		time.Sleep(stallTick)
-		t := now()
+		t := history.Now()
 		if t-last > int64(stallTick+stallMin) {
-			w.history.add(record{Kind: kindStall, T: last, Until: t})
+			w.history.Add(history.Record{Kind: history.KindStall, T: last, Until: t})
 		}
 		last = t
 	}

@@ -1,4 +1,4 @@
-package main
+package history
 
 import (
 	"cmp"
@@ -11,56 +11,56 @@ import (
 )
 
 // A violation breaks a promise of the lock.
-type violation struct {
-	kind string
-	text string
+type Violation struct {
+	Kind string
+	Text string
 }
 
 // The kinds of violations.
 const (
-	badOverlap  = "overlap"        // two handlers of one key at once, and nothing that excuses it
-	badNotice   = "late notice"    // a holder learned too late that its lock is lost
-	badTask     = "lost task"      // neither done, nor dropped by the rules, nor in the queue
-	badArchive  = "no reason"      // archived, and nobody says why
-	badSkip     = "skipped itself" // dropped as a duplicate of its own earlier run
-	badMarker   = "false marker"   // dropped as done though the work was not done
-	badTwice    = "done twice"     // run again while its done marker had to stand
-	badTTL      = "immortal key"   // a lock key without a TTL, or with more than it may have
-	badLeftover = "leftover key"   // a lock key that outlived its holder by more than a TTL
-	badBooks    = "books"          // outcomes or locks that are not balanced
-	badHistory  = "rig"            // the history itself does not make sense
+	BadOverlap  = "overlap"        // two handlers of one key at once, and nothing that excuses it
+	BadNotice   = "late notice"    // a holder learned too late that its lock is lost
+	BadTask     = "lost task"      // neither done, nor dropped by the rules, nor in the queue
+	BadArchive  = "no reason"      // archived, and nobody says why
+	BadSkip     = "skipped itself" // dropped as a duplicate of its own earlier run
+	BadMarker   = "false marker"   // dropped as done though the work was not done
+	BadTwice    = "done twice"     // run again while its done marker had to stand
+	BadTTL      = "immortal key"   // a lock key without a TTL, or with more than it may have
+	BadLeftover = "leftover key"   // a lock key that outlived its holder by more than a TTL
+	BadBooks    = "books"          // outcomes or locks that are not balanced
+	BadHistory  = "rig"            // the history itself does not make sense
 )
 
 // What excuses an overlap or a second run. Each is counted and shown.
 const (
-	excuseLoss  = "data loss"       // Redis lost the lock
-	excusePause = "pause"           // the holder was stopped for longer than its lock was valid
-	excuseStall = "stall"           // the same, by a machine that was too busy: its own timers say so
-	excuseDeaf  = "ignored context" // the holder was told in time and went on
+	ExcuseLoss  = "data loss"       // Redis lost the lock
+	ExcusePause = "pause"           // the holder was stopped for longer than its lock was valid
+	ExcuseStall = "stall"           // the same, by a machine that was too busy: its own timers say so
+	ExcuseDeaf  = "ignored context" // the holder was told in time and went on
 )
 
-// findings are what a history says.
-type findings struct {
-	cycles     int            // locks acquired and ended
-	runs       int            // handlers run to their end
-	enqueued   int            // tasks
-	queue      map[string]int // tasks that asynq still has, by state
-	events     map[string]int // by kind, of the product
-	faults     map[string]int // by fault
-	killed     int            // processes
-	openBooks  int            // deliveries and locks that ended with their process
-	excused    map[string]int // overlaps and second runs that the promises allow, by excuse
-	longest    time.Duration  // the longest overlap that is excused
-	violations []violation
+// Findings are what a history says.
+type Findings struct {
+	Cycles     int            // locks acquired and ended
+	Runs       int            // handlers run to their end
+	Enqueued   int            // tasks
+	Queue      map[string]int // tasks that asynq still has, by state
+	Events     map[string]int // by kind, of the product
+	Faults     map[string]int // by fault
+	Killed     int            // processes
+	OpenBooks  int            // deliveries and locks that ended with their process
+	Excused    map[string]int // overlaps and second runs that the promises allow, by excuse
+	Longest    time.Duration  // the longest overlap that is excused
+	Violations []Violation
 }
 
-func (f *findings) add(kind, format string, args ...any) {
-	f.violations = append(f.violations, violation{kind, fmt.Sprintf(format, args...)})
+func (f *Findings) add(kind, format string, args ...any) {
+	f.Violations = append(f.Violations, Violation{kind, fmt.Sprintf(format, args...)})
 }
 
-func (f *findings) count(kind string) (n int) {
-	for _, v := range f.violations {
-		if v.kind == kind {
+func (f *Findings) Count(kind string) (n int) {
+	for _, v := range f.Violations {
+		if v.Kind == kind {
 			n++
 		}
 	}
@@ -69,7 +69,7 @@ func (f *findings) count(kind string) (n int) {
 
 // run is a handler's stay in its critical section, with the lock it ran under.
 type run struct {
-	record               // of its start
+	Record               // of its start
 	from, to       int64 // stamps inside of the critical section
 	holdsFileUntil int64 // at most
 	succeeded      bool
@@ -98,23 +98,23 @@ type delivery struct {
 	n        int64
 	task     string
 	seen     int64
-	acquired []record
-	ended    []record
-	outcomes []record
-	enter    *record
-	exit     *record
+	acquired []Record
+	ended    []Record
+	outcomes []Record
+	enter    *Record
+	exit     *Record
 }
 
 type checker struct {
-	findings
+	Findings
 	ttl        int64
 	slack      int64 // for timers and scheduling on a busy machine
 	deliveries map[deliveryID]*delivery
 	runs       map[string][]*run // by key, in the order of their locks
-	faults     []record
-	losses     []record            // those of the faults by which Redis forgets keys, in their order
-	stalls     map[string][]record // by process
-	ends       map[string]record   // the last word on a process
+	faults     []Record
+	losses     []Record            // those of the faults by which Redis forgets keys, in their order
+	stalls     map[string][]Record // by process
+	ends       map[string]Record   // the last word on a process
 	gone       map[string]int64    // when it had let go of its file locks
 }
 
@@ -123,18 +123,18 @@ type deliveryID struct {
 	n       int64
 }
 
-// check reads a whole history, in the order of its stamps, of locks with this TTL.
-func check(history []record, ttl time.Duration) findings {
+// Check reads a whole history, in the order of its stamps, of locks with this TTL.
+func Check(history []Record, ttl time.Duration) Findings {
 	c := &checker{
-		findings: findings{
-			queue: make(map[string]int), events: make(map[string]int), faults: make(map[string]int), excused: make(map[string]int),
+		Findings: Findings{
+			Queue: make(map[string]int), Events: make(map[string]int), Faults: make(map[string]int), Excused: make(map[string]int),
 		},
 		ttl:        int64(ttl),
 		slack:      int64(250 * time.Millisecond),
 		deliveries: make(map[deliveryID]*delivery),
 		runs:       make(map[string][]*run),
-		stalls:     make(map[string][]record),
-		ends:       make(map[string]record),
+		stalls:     make(map[string][]Record),
+		ends:       make(map[string]Record),
 		gone:       make(map[string]int64),
 	}
 	c.collect(history)
@@ -146,10 +146,10 @@ func check(history []record, ttl time.Duration) findings {
 		c.checkNotice(c.runs[key])
 		c.checkTwice(c.runs[key])
 	}
-	return c.findings
+	return c.Findings
 }
 
-func (c *checker) delivery(r record) *delivery {
+func (c *checker) delivery(r Record) *delivery {
 	id := deliveryID{r.Process, r.Delivery}
 	d := c.deliveries[id]
 	if d == nil {
@@ -159,60 +159,60 @@ func (c *checker) delivery(r record) *delivery {
 	return d
 }
 
-func (c *checker) collect(history []record) {
+func (c *checker) collect(history []Record) {
 	for _, r := range history {
 		switch r.Kind {
-		case kindSeen:
+		case KindSeen:
 			d := c.delivery(r)
 			if d.seen != 0 {
-				c.add(badHistory, "%s/%d: seen twice", r.Process, r.Delivery)
+				c.add(BadHistory, "%s/%d: seen twice", r.Process, r.Delivery)
 			}
 			d.seen = r.T
-		case kindEnter:
+		case KindEnter:
 			c.delivery(r).enter = &r
-		case kindExit:
+		case KindExit:
 			c.delivery(r).exit = &r
-			c.findings.runs++
-		case kindStall:
+			c.Findings.Runs++
+		case KindStall:
 			c.stalls[r.Process] = append(c.stalls[r.Process], r)
-		case kindKilled, kindDied, kindBye:
-			if _, known := c.ends[r.Process]; !known || r.Kind == kindKilled {
+		case KindKilled, KindDied, KindBye:
+			if _, known := c.ends[r.Process]; !known || r.Kind == KindKilled {
 				c.ends[r.Process] = r
 			}
 			switch r.Kind {
-			case kindKilled:
-				c.killed++
-			case kindDied:
-				c.add(badHistory, "%s ended without being told to: %s", r.Process, r.Err)
+			case KindKilled:
+				c.Killed++
+			case KindDied:
+				c.add(BadHistory, "%s ended without being told to: %s", r.Process, r.Err)
 			}
-		case kindFault:
+		case KindFault:
 			c.faults = append(c.faults, r)
-			c.findings.faults[r.Fault]++
+			c.Findings.Faults[r.Fault]++
 			switch r.Fault {
-			case faultFlush, faultLossy, faultDelete, faultSteal:
+			case FaultFlush, FaultLossy, FaultDelete, FaultSteal:
 				c.losses = append(c.losses, r)
 			}
-		case kindImmortal:
-			c.add(badTTL, "%s: %s", r.Key, r.Err)
-		case kindLeftover:
-			c.add(badLeftover, "%s: %s", r.Key, r.Err)
-		case kindGone:
+		case KindImmortal:
+			c.add(BadTTL, "%s: %s", r.Key, r.Err)
+		case KindLeftover:
+			c.add(BadLeftover, "%s: %s", r.Key, r.Err)
+		case KindGone:
 			c.gone[r.Process] = r.T
-		case kindEnqueued, kindQueued:
+		case KindEnqueued, KindQueued:
 		default:
 			d := c.delivery(r)
-			c.events[r.Kind]++
+			c.Events[r.Kind]++
 			switch redislock.EventKind(r.Kind) {
 			case redislock.EventAcquired:
 				d.acquired = append(d.acquired, r)
 			case redislock.EventReleased, redislock.EventLost, redislock.EventAbandoned:
 				d.ended = append(d.ended, r)
-				c.cycles++
+				c.Cycles++
 			case redislock.EventRan, redislock.EventSkipped, redislock.EventDone, redislock.EventRequeued,
 				redislock.EventArchived, redislock.EventRefused, redislock.EventPassed:
 				d.outcomes = append(d.outcomes, r)
 			default:
-				c.add(badHistory, "record of kind %q", r.Kind)
+				c.add(BadHistory, "record of kind %q", r.Kind)
 			}
 		}
 	}
@@ -223,49 +223,49 @@ func (c *checker) collect(history []record) {
 func (c *checker) checkBooks() {
 	for _, d := range c.deliveries {
 		end, known := c.ends[d.process]
-		killed := end.Kind == kindKilled || end.Kind == kindDied
-		impatient := end.Kind == kindBye && end.Err != ""
+		killed := end.Kind == KindKilled || end.Kind == KindDied
+		impatient := end.Kind == KindBye && end.Err != ""
 		switch {
 		case !known:
-			c.add(badHistory, "%s has no end", d.process)
+			c.add(BadHistory, "%s has no end", d.process)
 		case d.seen == 0:
-			c.add(badHistory, "%s/%d: never seen", d.process, d.n)
+			c.add(BadHistory, "%s/%d: never seen", d.process, d.n)
 		case len(d.outcomes) > 1:
-			c.add(badBooks, "%s/%d: task %s has %d outcomes", d.process, d.n, d.task, len(d.outcomes))
+			c.add(BadBooks, "%s/%d: task %s has %d outcomes", d.process, d.n, d.task, len(d.outcomes))
 		case len(d.outcomes) == 0 && !killed && !impatient:
-			c.add(badBooks, "%s/%d: task %s has no outcome", d.process, d.n, d.task)
+			c.add(BadBooks, "%s/%d: task %s has no outcome", d.process, d.n, d.task)
 		case len(d.outcomes) == 0:
-			c.openBooks++
+			c.OpenBooks++
 		}
 		switch {
 		case len(d.ended) > len(d.acquired):
-			c.add(badBooks, "%s/%d: task %s: %d locks acquired, %d ended", d.process, d.n, d.task, len(d.acquired), len(d.ended))
+			c.add(BadBooks, "%s/%d: task %s: %d locks acquired, %d ended", d.process, d.n, d.task, len(d.acquired), len(d.ended))
 		case len(d.ended) < len(d.acquired) && !killed && (!impatient || d.exit == nil):
-			c.add(badBooks, "%s/%d: task %s: %d locks acquired, %d ended", d.process, d.n, d.task, len(d.acquired), len(d.ended))
+			c.add(BadBooks, "%s/%d: task %s: %d locks acquired, %d ended", d.process, d.n, d.task, len(d.acquired), len(d.ended))
 		case len(d.ended) < len(d.acquired): // or Shutdown did not wait for the reply to a release
-			c.openBooks++
+			c.OpenBooks++
 		}
-		ran := slices.ContainsFunc(d.outcomes, func(o record) bool {
+		ran := slices.ContainsFunc(d.outcomes, func(o Record) bool {
 			return o.Kind == string(redislock.EventRan) || o.Kind == string(redislock.EventPassed)
 		})
 		if len(d.outcomes) > 0 && ran != (d.exit != nil) {
-			c.add(badBooks, "%s/%d: task %s: outcome %s, handler ran: %v", d.process, d.n, d.task, d.outcomes[0].Kind, d.exit != nil)
+			c.add(BadBooks, "%s/%d: task %s: outcome %s, handler ran: %v", d.process, d.n, d.task, d.outcomes[0].Kind, d.exit != nil)
 		}
 	}
 }
 
 // checkTasks wants each task done, dropped by the rules, or still in the queue.
-func (c *checker) checkTasks(history []record) {
+func (c *checker) checkTasks(history []Record) {
 	type work struct{ key, task string }
 	var enqueued []string
 	accounted := make(map[string]bool) // by task; a worker may have it before the producer has noted it
 	succeeded := make(map[work]bool)
 	for _, r := range history {
 		switch r.Kind {
-		case kindEnqueued:
-			c.enqueued++
+		case KindEnqueued:
+			c.Enqueued++
 			enqueued = append(enqueued, r.Task)
-		case kindExit:
+		case KindExit:
 			if r.Err == "" {
 				succeeded[work{r.Key, r.Task}] = true
 			}
@@ -273,20 +273,20 @@ func (c *checker) checkTasks(history []record) {
 			switch redislock.EventKind(r.Kind) {
 			case redislock.EventSkipped:
 				if r.Holder == r.Task {
-					c.add(badSkip, "task %s on %s", r.Task, r.Process)
+					c.add(BadSkip, "task %s on %s", r.Task, r.Process)
 				}
 			case redislock.EventDone:
 				if !succeeded[work{r.Key, r.Holder}] {
-					c.add(badMarker, "task %s on %s: the marker of %q at %s, which has not succeeded", r.Task, r.Process, r.Holder, r.Key)
+					c.add(BadMarker, "task %s on %s: the marker of %q at %s, which has not succeeded", r.Task, r.Process, r.Holder, r.Key)
 				}
 			}
 			if r.Err == "" {
 				accounted[r.Task] = true
 			}
-		case kindQueued:
-			c.queue[r.State]++
+		case KindQueued:
+			c.Queue[r.State]++
 			if r.State == "archived" && r.Err == "" {
-				c.add(badArchive, "task %s", r.Task)
+				c.add(BadArchive, "task %s", r.Task)
 			}
 			accounted[r.Task] = true
 		}
@@ -294,7 +294,7 @@ func (c *checker) checkTasks(history []record) {
 	slices.Sort(enqueued)
 	for _, task := range slices.Compact(enqueued) {
 		if !accounted[task] {
-			c.add(badTask, "task %s", task)
+			c.add(BadTask, "task %s", task)
 		}
 	}
 }
@@ -304,11 +304,11 @@ func (c *checker) gatherRuns() {
 	for _, d := range c.deliveries {
 		if d.enter == nil {
 			if d.exit != nil {
-				c.add(badHistory, "%s/%d: an exit without an enter", d.process, d.n)
+				c.add(BadHistory, "%s/%d: an exit without an enter", d.process, d.n)
 			}
 			continue
 		}
-		r := &run{record: *d.enter, from: d.enter.T, to: c.ends[d.process].T}
+		r := &run{Record: *d.enter, from: d.enter.T, to: c.ends[d.process].T}
 		r.holdsFileUntil = max(r.to, c.gone[d.process])
 		if d.exit != nil {
 			r.to, r.holdsFileUntil, r.succeeded = d.exit.T, d.exit.T, d.exit.Err == ""
@@ -317,7 +317,7 @@ func (c *checker) gatherRuns() {
 			r.acquired = d.acquired[0].T
 			r.asked = max(d.seen, r.acquired-c.ttl/4) // a try that takes longer is given back
 		} else {
-			c.add(badHistory, "%s/%d: a handler under %d locks", d.process, d.n, len(d.acquired))
+			c.add(BadHistory, "%s/%d: a handler under %d locks", d.process, d.n, len(d.acquired))
 		}
 		if len(d.ended) == 1 {
 			r.ended, r.endedAs, r.endErr = d.ended[0].T, redislock.EventKind(d.ended[0].Kind), d.ended[0].Err
@@ -355,7 +355,7 @@ func (c *checker) checkOverlaps(runs []*run) {
 			}
 		}
 		if a == nil {
-			c.add(badHistory, "%s: task %s found the file lock taken, but by nobody known", b.Key, b.Task)
+			c.add(BadHistory, "%s: task %s found the file lock taken, but by nobody known", b.Key, b.Task)
 			continue
 		}
 		first, second := a, b
@@ -370,13 +370,13 @@ func (c *checker) checkOverlaps(runs []*run) {
 func (c *checker) judge(a *run, from, to int64, b *run) {
 	excuse, late := c.excuse(a, from)
 	if excuse == "" {
-		c.add(badOverlap, "%s, for %v: %v, and %v", a.Key, time.Duration(to-from), a, b)
+		c.add(BadOverlap, "%s, for %v: %v, and %v", a.Key, time.Duration(to-from), a, b)
 		return
 	}
-	c.excused[excuse]++
-	c.longest = max(c.longest, time.Duration(to-from))
+	c.Excused[excuse]++
+	c.Longest = max(c.Longest, time.Duration(to-from))
 	if late > 0 {
-		c.add(badNotice, "%s: %s of %s was told %v too late (%s)", a.Key, a.Task, a.Process, time.Duration(late), excuse)
+		c.add(BadNotice, "%s: %s of %s was told %v too late (%s)", a.Key, a.Task, a.Process, time.Duration(late), excuse)
 	}
 }
 
@@ -384,36 +384,36 @@ func (c *checker) judge(a *run, from, to int64, b *run) {
 // pause of its own.
 func (c *checker) excuse(a *run, at int64) (excuse string, late int64) {
 	if _, ok := c.lossOf(a.Key, a.asked, at); ok {
-		return excuseLoss, 0 // checkNotice looks at when it was told
+		return ExcuseLoss, 0 // checkNotice looks at when it was told
 	}
 	lost := a.endedAs == redislock.EventLost || a.endedAs == redislock.EventAbandoned
 	if a.Deaf && lost && a.ended <= at {
-		return excuseDeaf, 0
+		return ExcuseDeaf, 0
 	}
 	if end, ok := c.paused(a.Process, max(a.acquired, at-c.slack), at, c.ttl/2); ok {
-		return excusePause, max(a.told()-end-c.slack, 0)
+		return ExcusePause, max(a.told()-end-c.slack, 0)
 	}
 	// A holder must stop a tenth of a TTL before its key lapses, so only a stall of about that, just before, can carry it
 	// further.
 	if _, ok := c.stopped(a, max(a.acquired, at-c.ttl/20), at, c.ttl/10-int64(10*time.Millisecond)); ok {
-		return excuseStall, 0
+		return ExcuseStall, 0
 	}
 	return "", 0
 }
 
 // The faults that the checker reads. Whatever else a history names only explains that a worker could not reach Redis.
 const (
-	faultPause    = "pause"
-	faultFlush    = "flushall"
-	faultDelete   = "delete key"
-	faultSteal    = "steal key"
-	faultLossy    = "kill redis without aof"
-	faultSwallow  = "swallow " // and the verb
-	faultOneReply = "silent"
+	FaultPause    = "pause"
+	FaultFlush    = "flushall"
+	FaultDelete   = "delete key"
+	FaultSteal    = "steal key"
+	FaultLossy    = "kill redis without aof"
+	FaultSwallow  = "swallow " // and the verb
+	FaultOneReply = "silent"
 )
 
 // lossOf finds the last fault by which Redis forgot key between the two stamps.
-func (c *checker) lossOf(key string, from, to int64) (loss record, ok bool) {
+func (c *checker) lossOf(key string, from, to int64) (loss Record, ok bool) {
 	for _, f := range c.losses {
 		if f.Until >= from && f.T <= to && (f.Key == "" || f.Key == key) {
 			loss, ok = f, true
@@ -439,7 +439,7 @@ func (c *checker) checkNotice(runs []*run) {
 			due = max(due, end+c.ttl/3+c.slack)
 		}
 		if told > due {
-			c.add(badNotice, "%s: %v, %v too late of %s at %d", a.Key, a, time.Duration(told-due), f.Fault, f.T)
+			c.add(BadNotice, "%s: %v, %v too late of %s at %d", a.Key, a, time.Duration(told-due), f.Fault, f.T)
 		}
 	}
 }
@@ -451,7 +451,7 @@ func (c *checker) reachable(a *run, from, to int64) bool {
 			continue
 		}
 		switch {
-		case f.Fault == faultPause, f.Fault == faultFlush, f.Fault == faultDelete, f.Fault == faultSteal, f.Fault == faultLossy:
+		case f.Fault == FaultPause, f.Fault == FaultFlush, f.Fault == FaultDelete, f.Fault == FaultSteal, f.Fault == FaultLossy:
 		case f.Process == "" || processOn(f.Process, a.Process):
 			return false
 		}
@@ -467,7 +467,7 @@ func processOn(worker, process string) bool {
 // paused finds a SIGSTOP of process that lasted at least least.
 func (c *checker) paused(process string, from, to, least int64) (end int64, ok bool) {
 	for _, f := range c.faults {
-		if f.Fault == faultPause && processOn(f.Process, process) && f.Until-f.T >= least && f.T <= to && f.Until >= from {
+		if f.Fault == FaultPause && processOn(f.Process, process) && f.Until-f.T >= least && f.T <= to && f.Until >= from {
 			end, ok = max(end, f.Until), true
 		}
 	}
@@ -500,10 +500,10 @@ func (c *checker) checkTwice(runs []*run) {
 				continue
 			}
 			if _, ok := c.lossOf(a.Key, a.to, b.acquired); ok {
-				c.excused[excuseLoss]++
+				c.Excused[ExcuseLoss]++
 				continue
 			}
-			c.add(badTwice, "%s: %s of %s was done at %d, and %s of %s ran %v later", a.Key, a.Task, a.Process, a.to, b.Task, b.Process, time.Duration(b.acquired-a.to))
+			c.add(BadTwice, "%s: %s of %s was done at %d, and %s of %s ran %v later", a.Key, a.Task, a.Process, a.to, b.Task, b.Process, time.Duration(b.acquired-a.to))
 		}
 	}
 }

@@ -1,4 +1,5 @@
-package main
+// Package history is what the processes of a campaign, or the hosts of a simulation, write down, and the checker that reads it.
+package history
 
 import (
 	"bufio"
@@ -14,8 +15,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// record is one line of a history. What a product event says keeps the product's name for it (redislock.EventKind).
-type record struct {
+// Record is one line of a history. What a product event says keeps the product's name for it (redislock.EventKind).
+type Record struct {
 	T        int64  `json:"t"` // ns of CLOCK_MONOTONIC, which all processes of a machine share
 	Kind     string `json:"kind"`
 	Process  string `json:"process,omitempty"` // the one that writes, or of the rig's records, the one they are about
@@ -34,23 +35,23 @@ type record struct {
 
 // The kinds of records that are not the product's events.
 const (
-	kindEnqueued = "enqueued" // a task that asynq accepted
-	kindSeen     = "seen"     // a delivery reached the middleware
-	kindEnter    = "enter"    // a handler is in its critical section from here
-	kindExit     = "exit"     // to here at least; Err is its result
-	kindStall    = "stall"    // the process did not run from T to Until, by its own timers
-	kindBye      = "bye"      // the process ends in order; Err when handlers still ran
-	kindFault    = "fault"    // Fault was done to Process or Key, or to all, from T to Until
-	kindKilled   = "killed"   // SIGKILL is about to be sent to Process
-	kindGone     = "gone"     // Process has ended, and the system has let go of what it held
-	kindDied     = "died"     // Process ended without having been told to
-	kindQueued   = "queued"   // what the queue holds at the end; Err is the reason of an archived task
-	kindImmortal = "immortal" // a lock key that has no TTL, or a longer one than it may have
-	kindLeftover = "leftover" // a lock key that outlived its processes by more than a TTL
+	KindEnqueued = "enqueued" // a task that asynq accepted
+	KindSeen     = "seen"     // a delivery reached the middleware
+	KindEnter    = "enter"    // a handler is in its critical section from here
+	KindExit     = "exit"     // to here at least; Err is its result
+	KindStall    = "stall"    // the process did not run from T to Until, by its own timers
+	KindBye      = "bye"      // the process ends in order; Err when handlers still ran
+	KindFault    = "fault"    // Fault was done to Process or Key, or to all, from T to Until
+	KindKilled   = "killed"   // SIGKILL is about to be sent to Process
+	KindGone     = "gone"     // Process has ended, and the system has let go of what it held
+	KindDied     = "died"     // Process ended without having been told to
+	KindQueued   = "queued"   // what the queue holds at the end; Err is the reason of an archived task
+	KindImmortal = "immortal" // a lock key that has no TTL, or a longer one than it may have
+	KindLeftover = "leftover" // a lock key that outlived its processes by more than a TTL
 )
 
-// now is the stamp of a record.
-func now() int64 {
+// Now is the stamp of a record.
+func Now() int64 {
 	var ts unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts); err != nil {
 		panic(err) // every Linux has this clock
@@ -58,27 +59,28 @@ func now() int64 {
 	return ts.Nano()
 }
 
-// history is one process's file of records. It is safe for concurrent use.
-type history struct {
+// Writer is one process's file of records. It is safe for concurrent use.
+type Writer struct {
 	process string
 	file    *os.File
 	failed  atomic.Bool
 }
 
-func newHistory(dir, process string) (*history, error) {
+// Create makes the file of a process in dir, which must not have one yet.
+func Create(dir, process string) (*Writer, error) {
 	file, err := os.OpenFile(filepath.Join(dir, process+".jsonl"), os.O_CREATE|os.O_EXCL|os.O_APPEND|os.O_WRONLY, 0o600)
 	if err != nil {
 		return nil, err
 	}
-	return &history{process: process, file: file}, nil
+	return &Writer{process: process, file: file}, nil
 }
 
-// add writes r with one write(2), so that a SIGKILL leaves no half a line. A zero T is stamped here.
-func (h *history) add(r record) {
+// Add writes r with one write(2), so that a SIGKILL leaves no half a line. A zero T is stamped here.
+func (h *Writer) Add(r Record) {
 	if r.T == 0 {
-		r.T = now()
+		r.T = Now()
 	}
-	if r.Process == "" && r.Kind != kindFault {
+	if r.Process == "" && r.Kind != KindFault {
 		r.Process = h.process
 	}
 	line, err := json.Marshal(r)
@@ -90,8 +92,8 @@ func (h *history) add(r record) {
 	}
 }
 
-// close reports whether the history is complete.
-func (h *history) close() error {
+// Close reports whether the history is complete.
+func (h *Writer) Close() error {
 	err := h.file.Close()
 	if h.failed.Load() {
 		return fmt.Errorf("history of %s: records are missing", h.process)
@@ -99,13 +101,13 @@ func (h *history) close() error {
 	return err
 }
 
-// readHistories returns the records of all processes in the order of their stamps.
-func readHistories(dir string) ([]record, error) {
+// ReadDir returns the records of all processes in the order of their stamps.
+func ReadDir(dir string) ([]Record, error) {
 	names, err := filepath.Glob(filepath.Join(dir, "*.jsonl"))
 	if err != nil {
 		return nil, err
 	}
-	var all []record
+	var all []Record
 	for _, name := range names {
 		data, err := os.ReadFile(name)
 		if err != nil {
@@ -114,7 +116,7 @@ func readHistories(dir string) ([]record, error) {
 		lines := bufio.NewScanner(bytes.NewReader(data))
 		lines.Buffer(nil, 1<<20)
 		for n := 1; lines.Scan(); n++ {
-			var r record
+			var r Record
 			if err := json.Unmarshal(lines.Bytes(), &r); err != nil {
 				return nil, fmt.Errorf("%s:%d: %w", name, n, err)
 			}
@@ -124,6 +126,6 @@ func readHistories(dir string) ([]record, error) {
 			return nil, fmt.Errorf("%s: %w", name, err)
 		}
 	}
-	slices.SortStableFunc(all, func(a, b record) int { return cmp.Compare(a.T, b.T) })
+	slices.SortStableFunc(all, func(a, b Record) int { return cmp.Compare(a.T, b.T) })
 	return all, nil
 }

@@ -1,0 +1,232 @@
+package history
+
+import (
+	"slices"
+	"testing"
+	"time"
+)
+
+// The histories of these tests are made by hand. Times are in milliseconds, the TTL is a second.
+
+func ms(t int64) int64 { return t * int64(time.Millisecond) }
+
+// turn is a delivery that does everything right, with its task's enqueueing. Its lock's life ends 1 ms after its handler.
+func turn(process string, n int64, task string, from, to int64) []Record {
+	r := Record{Process: process, Delivery: n, Task: task, Key: "k"}
+	with := func(t int64, kind string) Record {
+		r := r
+		r.T, r.Kind = ms(t), kind
+		return r
+	}
+	return []Record{
+		{T: ms(from - 3), Kind: KindEnqueued, Process: "rig", Task: task},
+		with(from-2, KindSeen),
+		with(from-1, "acquired"),
+		with(from, KindEnter),
+		with(to, KindExit),
+		with(to+1, "released"),
+		with(to+2, "ran"),
+	}
+}
+
+// unrun is a delivery that does not run.
+func unrun(process string, n int64, task string, t int64, outcome, holder string) []Record {
+	return []Record{
+		{T: ms(t - 1), Kind: KindEnqueued, Process: "rig", Task: task},
+		{T: ms(t), Kind: KindSeen, Process: process, Delivery: n, Task: task},
+		{T: ms(t + 1), Kind: outcome, Process: process, Delivery: n, Task: task, Key: "k", Holder: holder},
+	}
+}
+
+func queued(task, state, err string) []Record {
+	return []Record{{T: ms(9000), Kind: KindQueued, Process: "rig", Task: task, State: state, Err: err}}
+}
+
+func fault(name, process, key string, from, to int64) []Record {
+	return []Record{{T: ms(from), Until: ms(to), Kind: KindFault, Fault: name, Process: process, Key: key}}
+}
+
+func end(kind, process string, t int64, err string) []Record {
+	return []Record{{T: ms(t), Kind: kind, Process: process, Err: err}}
+}
+
+// set changes the records of a kind.
+func set(records []Record, kind string, change func(*Record)) []Record {
+	for i := range records {
+		if records[i].Kind == kind {
+			change(&records[i])
+		}
+	}
+	return records
+}
+
+func without(records []Record, kinds ...string) []Record {
+	return slices.DeleteFunc(records, func(r Record) bool { return slices.Contains(kinds, r.Kind) })
+}
+
+func TestCheck(t *testing.T) {
+	byes := slices.Concat(end(KindBye, "w0-1", 8000, ""), end(KindBye, "w1-1", 8000, ""))
+	deaf := func(r *Record) { r.Deaf = true }
+	lostAt := func(t int64) func(*Record) {
+		return func(r *Record) { r.Kind, r.T = "lost", ms(t) }
+	}
+	failed := func(r *Record) { r.Err = "failed" }
+	once := func(r *Record) { r.DoneFor = ms(2000) }
+	for name, test := range map[string]struct {
+		history []Record
+		bad     string // kind of violation, empty: none
+		excuse  string
+	}{
+		"one after the other":   {history: slices.Concat(turn("w0-1", 1, "a", 100, 200), turn("w1-1", 1, "b", 203, 300), byes)},
+		"enqueueing noted late": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 200), KindEnqueued, func(r *Record) { r.T = ms(300) }), byes)},
+		"requeued, then run":    {history: slices.Concat(unrun("w0-1", 1, "a", 50, "requeued", "b"), turn("w0-1", 2, "a", 100, 200), byes)},
+		"skipped":               {history: slices.Concat(turn("w0-1", 1, "a", 100, 200), unrun("w1-1", 1, "b", 150, "skipped", "a"), byes)},
+		"done": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 200), KindEnter, once),
+			unrun("w1-1", 1, "b", 250, "done", "a"), byes)},
+		"still in the queue":  {history: slices.Concat(unrun("w0-1", 1, "a", 50, "requeued", "b"), queued("a", "retry", ""), byes)},
+		"archived for reason": {history: slices.Concat(unrun("w0-1", 1, "a", 50, "archived", "b"), queued("a", "archived", "held"), byes)},
+		"killed at work": {history: slices.Concat(without(turn("w0-1", 1, "a", 100, 200), KindExit, "released", "ran"), end(KindKilled, "w0-1", 150, ""),
+			queued("a", "active", ""), turn("w1-1", 1, "b", 1100, 1200), byes[1:])},
+		"shut down at work": {history: slices.Concat(set(without(turn("w0-1", 1, "a", 100, 200), KindExit, "ran"), "released", func(r *Record) { r.Kind = "abandoned" }),
+			end(KindBye, "w0-1", 300, "deadline exceeded"), queued("a", "pending", ""), byes[1:])},
+
+		"overlap":              {history: slices.Concat(turn("w0-1", 1, "a", 100, 200), turn("w1-1", 1, "b", 150, 250), byes), bad: BadOverlap},
+		"overlap in a process": {history: slices.Concat(turn("w0-1", 1, "a", 100, 200), turn("w0-1", 2, "b", 150, 250), byes), bad: BadOverlap},
+		"overlap of one task":  {history: slices.Concat(turn("w0-1", 1, "a", 100, 200), turn("w1-1", 1, "a", 150, 250), byes), bad: BadOverlap},
+		"overlap with the killed": {history: slices.Concat(without(turn("w0-1", 1, "a", 100, 200), KindExit, "released", "ran"), end(KindKilled, "w0-1", 150, ""),
+			queued("a", "active", ""), turn("w1-1", 1, "b", 140, 200), byes[1:]), bad: BadOverlap},
+		"file lock taken": {history: slices.Concat(turn("w0-1", 1, "a", 100, 200),
+			set(turn("w1-1", 1, "b", 203, 300), KindEnter, func(r *Record) { r.Clash = true }), byes), bad: BadOverlap},
+		"overlap after another key was lost": {history: slices.Concat(turn("w0-1", 1, "a", 100, 200), turn("w1-1", 1, "b", 150, 250),
+			fault(FaultDelete, "", "other", 140, 141), byes), bad: BadOverlap},
+		"overlap after a pause of another process": {history: slices.Concat(turn("w0-1", 1, "a", 100, 2200), turn("w1-1", 1, "b", 2000, 2100),
+			fault(FaultPause, "w2-1", "", 150, 2150), byes), bad: BadOverlap},
+		"overlap after a short pause": {history: slices.Concat(turn("w0-1", 1, "a", 100, 2200), turn("w1-1", 1, "b", 2000, 2100),
+			fault(FaultPause, "w0-1", "", 150, 350), byes), bad: BadOverlap},
+		"overlap of the deaf who was not told": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 2200), KindEnter, deaf),
+			turn("w1-1", 1, "b", 2000, 2100), byes), bad: BadOverlap},
+		"overlap after a cut": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 2200), "released", lostAt(2050)),
+			turn("w1-1", 1, "b", 2000, 2100), fault("cut", "w0", "", 900, 2000), byes), bad: BadOverlap},
+
+		"overlap after a loss": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 500), "released", lostAt(499)),
+			turn("w1-1", 1, "b", 300, 400), fault(FaultFlush, "", "", 200, 201), byes), excuse: ExcuseLoss},
+		"a loss before the reply to the acquire": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 300), KindSeen, func(r *Record) { r.T = ms(50) }),
+			turn("w1-1", 1, "b", 150, 200), fault(FaultFlush, "", "", 60, 61), byes), excuse: ExcuseLoss},
+		"told late of a loss": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 2000), "released", lostAt(1900)),
+			turn("w1-1", 1, "b", 300, 400), fault(FaultFlush, "", "", 200, 201), byes), excuse: ExcuseLoss, bad: BadNotice},
+		"never told of a theft": {history: slices.Concat(turn("w0-1", 1, "a", 100, 2000), fault(FaultSteal, "", "k", 200, 201), byes), bad: BadNotice},
+		"told by its deadline, Redis being down": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 1101), "released", lostAt(1100)),
+			fault(FaultLossy, "", "", 200, 201), fault("redis down", "", "", 200, 3000), byes)},
+		"the last of several losses counts": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 2001), "released", lostAt(2000)),
+			turn("w1-1", 1, "b", 1950, 2050), fault(FaultFlush, "", "", 90, 98), fault(FaultFlush, "", "", 1900, 1901), byes), excuse: ExcuseLoss},
+		"overlap after a pause": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 2200), "released", lostAt(2199)),
+			turn("w1-1", 1, "b", 2000, 2100), fault(FaultPause, "w0-1", "", 150, 2180), byes), excuse: ExcusePause},
+		"told late of a pause": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 4000), "released", lostAt(3999)),
+			turn("w1-1", 1, "b", 2000, 2100), fault(FaultPause, "w0-1", "", 150, 2180), byes), excuse: ExcusePause, bad: BadNotice},
+		"paused before it entered": {history: slices.Concat(turn("w1-1", 1, "b", 2000, 2100), fault(FaultPause, "w0-1", "", 100, 2049),
+			set(set(turn("w0-1", 1, "a", 2050, 2060), "acquired", func(r *Record) { r.T = ms(90) }), "released", lostAt(2055)), byes), excuse: ExcusePause},
+		"overlap after a stall": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 2200), "released", lostAt(2199)), turn("w1-1", 1, "b", 2190, 2300),
+			[]Record{{T: ms(2080), Until: ms(2195), Kind: KindStall, Process: "w0-1"}}, byes), excuse: ExcuseStall},
+		"overlap of the deaf": {history: slices.Concat(set(set(turn("w0-1", 1, "a", 100, 2200), KindEnter, deaf), "released", lostAt(1000)),
+			turn("w1-1", 1, "b", 2000, 2100), byes), excuse: ExcuseDeaf},
+
+		"a task vanishes":      {history: slices.Concat(unrun("w0-1", 1, "a", 50, "requeued", "b"), byes), bad: BadTask},
+		"never delivered":      {history: slices.Concat(turn("w0-1", 1, "a", 100, 200)[:1], byes), bad: BadTask},
+		"failed and not kept":  {history: slices.Concat(set(set(turn("w0-1", 1, "a", 100, 200), KindExit, failed), "ran", failed), byes), bad: BadTask},
+		"archived for nothing": {history: slices.Concat(unrun("w0-1", 1, "a", 50, "archived", "b"), queued("a", "archived", ""), byes), bad: BadArchive},
+		"skipped by itself":    {history: slices.Concat(turn("w0-1", 1, "a", 100, 200), unrun("w1-1", 1, "a", 150, "skipped", "a"), byes), bad: BadSkip},
+		"marker of a failure": {history: slices.Concat(set(set(turn("w0-1", 1, "a", 100, 200), KindExit, failed), "ran", failed), queued("a", "retry", "failed"),
+			unrun("w1-1", 1, "b", 250, "done", "a"), byes), bad: BadMarker},
+		"run again within done-for": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 200), KindEnter, once),
+			set(turn("w1-1", 1, "b", 1500, 1600), KindEnter, once), byes), bad: BadTwice},
+		"run again after done-for": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 200), KindEnter, once),
+			set(turn("w1-1", 1, "b", 2300, 2400), KindEnter, once), byes)},
+		"run again, marker not confirmed": {history: slices.Concat(set(set(turn("w0-1", 1, "a", 100, 200), KindEnter, once), "released", failed),
+			set(turn("w1-1", 1, "b", 1500, 1600), KindEnter, once), byes)},
+		"run again, marker flushed": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 200), KindEnter, once),
+			set(turn("w1-1", 1, "b", 1500, 1600), KindEnter, once), fault(FaultFlush, "", "", 1000, 1001), byes), excuse: ExcuseLoss},
+		"key without TTL":   {history: slices.Concat(end(KindImmortal, "rig", 500, "TTL -1"), byes), bad: BadTTL},
+		"key left behind":   {history: slices.Concat(end(KindLeftover, "rig", 9500, "value"), byes), bad: BadLeftover},
+		"no outcome":        {history: slices.Concat(without(turn("w0-1", 1, "a", 100, 200), "ran"), queued("a", "active", ""), byes), bad: BadBooks},
+		"two outcomes":      {history: slices.Concat(turn("w0-1", 1, "a", 100, 200), unrun("w0-1", 1, "a", 201, "done", "a")[2:], byes), bad: BadBooks},
+		"a lock never ends": {history: slices.Concat(without(turn("w0-1", 1, "a", 100, 200), "released"), byes), bad: BadBooks},
+		"a lock ends twice": {history: slices.Concat(turn("w0-1", 1, "a", 100, 200), turn("w0-1", 1, "a", 100, 200)[5:6], byes), bad: BadBooks},
+		"a lock never ends at an impatient shutdown": {history: slices.Concat(without(turn("w0-1", 1, "a", 100, 200), KindExit, "released", "ran"),
+			end(KindBye, "w0-1", 300, "deadline exceeded"), queued("a", "pending", ""), byes[1:]), bad: BadBooks},
+		"a release in flight at an impatient shutdown": {history: slices.Concat(without(turn("w0-1", 1, "a", 100, 200), "released"),
+			end(KindBye, "w0-1", 300, "deadline exceeded"), byes[1:])},
+		"file lock of a deaf handler, whose process takes its time to die": {history: slices.Concat(
+			set(set(without(turn("w0-1", 1, "a", 100, 200), KindExit, "ran"), KindEnter, deaf), "released", lostAt(1000)), end(KindKilled, "w0-1", 1900, ""),
+			set(turn("w1-1", 1, "b", 1910, 2000), KindEnter, func(r *Record) { r.Clash = true }), end(KindGone, "w0-1", 1950, ""),
+			queued("a", "active", ""), byes[1:]), excuse: ExcuseDeaf},
+		"a release that takes longer than the handler, after a loss": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 210), "released",
+			func(r *Record) { r.T = ms(2000) }), fault(FaultLossy, "", "", 200, 201), byes)},
+		"ran without a handler":       {history: slices.Concat(without(turn("w0-1", 1, "a", 100, 200), KindEnter, KindExit), byes), bad: BadBooks},
+		"a handler without a lock":    {history: slices.Concat(without(turn("w0-1", 1, "a", 100, 200), "acquired", "released"), byes), bad: BadHistory},
+		"a process that died alone":   {history: slices.Concat(end(KindDied, "w0-1", 100, "panic"), byes[1:]), bad: BadHistory},
+		"a process without an end":    {history: slices.Concat(turn("w0-1", 1, "a", 100, 200), byes[1:]), bad: BadHistory},
+		"a record nobody understands": {history: slices.Concat(end("surprise", "w0-1", 100, ""), byes), bad: BadHistory},
+	} {
+		t.Run(name, func(t *testing.T) {
+			history := slices.Clone(test.history)
+			slices.SortStableFunc(history, func(a, b Record) int { return int(a.T - b.T) })
+			f := Check(history, time.Second)
+			if test.bad == "" && len(f.Violations) > 0 {
+				t.Errorf("a good history: %v", f.Violations)
+			}
+			if test.bad != "" && f.Count(test.bad) == 0 {
+				t.Errorf("violations %v, want kind %q", f.Violations, test.bad)
+			}
+			if test.excuse != "" && f.Excused[test.excuse] != 1 {
+				t.Errorf("excused %v, want one %q", f.Excused, test.excuse)
+			}
+			if test.excuse == "" && len(f.Excused) > 0 {
+				t.Errorf("excused %v, want nothing", f.Excused)
+			}
+		})
+	}
+}
+
+func TestCheckCounts(t *testing.T) {
+	history := slices.Concat(turn("w0-1", 1, "a", 100, 200), turn("w0-1", 2, "b", 300, 400), unrun("w0-1", 3, "c", 350, "requeued", "b"),
+		queued("c", "retry", ""), end(KindBye, "w0-1", 8000, ""))
+	f := Check(history, time.Second)
+	if f.Cycles != 2 || f.Runs != 2 || f.Enqueued != 3 || f.Queue["retry"] != 1 || f.Events["requeued"] != 1 || len(f.Violations) > 0 {
+		t.Errorf("%+v", f)
+	}
+}
+
+// TestHistory writes from many goroutines and reads it back in order.
+func TestHistory(t *testing.T) {
+	dir := t.TempDir()
+	h, err := Create(dir, "w0-1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	const writers, each = 8, 100
+	done := make(chan struct{})
+	for range writers {
+		go func() {
+			for range each {
+				h.Add(Record{Kind: KindSeen, Err: "ünïcode \n"})
+			}
+			done <- struct{}{}
+		}()
+	}
+	for range writers {
+		<-done
+	}
+	if err := h.Close(); err != nil {
+		t.Fatal(err)
+	}
+	all, err := ReadDir(dir)
+	if err != nil || len(all) != writers*each {
+		t.Fatalf("%d records, %v", len(all), err)
+	}
+	if !slices.IsSortedFunc(all, func(a, b Record) int { return int(a.T - b.T) }) {
+		t.Error("not in the order of their stamps")
+	}
+	if h.Add(Record{Kind: KindSeen}); !h.failed.Load() {
+		t.Error("a record that could not be written went unnoticed")
+	}
+}
