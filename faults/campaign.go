@@ -19,6 +19,9 @@ import (
 	"github.com/redis/go-redis/v9"
 )
 
+// terms are those of every campaign. A quarter of a second is what a machine that is busy with all of it may be late by.
+var terms = history.Terms{TTL: ttl, Slack: 250 * time.Millisecond}
+
 // campaign runs workers under the faults of one class and keeps their histories.
 type campaign struct {
 	class    class

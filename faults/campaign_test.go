@@ -46,7 +46,7 @@ func TestCampaign(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	f := history.Check(records, ttl)
+	f := history.Check(records, terms)
 	var text strings.Builder
 	report(&text, c.class, f)
 	t.Log("\n" + text.String())

@@ -88,7 +88,7 @@ func campaigns() error {
 		if err != nil {
 			return fmt.Errorf("class %s: %w", class.name, err)
 		}
-		f := history.Check(records, ttl)
+		f := history.Check(records, terms)
 		report(os.Stdout, class, f)
 		if len(f.Violations) > 0 && !*again {
 			fmt.Printf("  histories: %s\n  again: go run . -faults %s -duration %v -drain %v -workers %d -keys %d -rate %d -seed %d -server %s\n",

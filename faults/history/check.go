@@ -123,14 +123,20 @@ type deliveryID struct {
 	n       int64
 }
 
-// Check reads a whole history, in the order of its stamps, of locks with this TTL.
-func Check(history []Record, ttl time.Duration) Findings {
+// Terms are what the checker has to know of the locks and of the clock that a history was made with.
+type Terms struct {
+	TTL   time.Duration
+	Slack time.Duration // for timers and scheduling on a busy machine; little in virtual time
+}
+
+// Check reads a whole history, in the order of its stamps.
+func Check(history []Record, terms Terms) Findings {
 	c := &checker{
 		Findings: Findings{
 			Queue: make(map[string]int), Events: make(map[string]int), Faults: make(map[string]int), Excused: make(map[string]int),
 		},
-		ttl:        int64(ttl),
-		slack:      int64(250 * time.Millisecond),
+		ttl:        int64(terms.TTL),
+		slack:      int64(terms.Slack),
 		deliveries: make(map[deliveryID]*delivery),
 		runs:       make(map[string][]*run),
 		stalls:     make(map[string][]Record),

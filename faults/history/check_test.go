@@ -8,6 +8,8 @@ import (
 
 // The histories of these tests are made by hand. Times are in milliseconds, the TTL is a second.
 
+var terms = Terms{TTL: time.Second, Slack: 250 * time.Millisecond}
+
 func ms(t int64) int64 { return t * int64(time.Millisecond) }
 
 // turn is a delivery that does everything right, with its task's enqueueing. Its lock's life ends 1 ms after its handler.
@@ -170,7 +172,7 @@ func TestCheck(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			history := slices.Clone(test.history)
 			slices.SortStableFunc(history, func(a, b Record) int { return int(a.T - b.T) })
-			f := Check(history, time.Second)
+			f := Check(history, terms)
 			if test.bad == "" && len(f.Violations) > 0 {
 				t.Errorf("a good history: %v", f.Violations)
 			}
@@ -190,7 +192,7 @@ func TestCheck(t *testing.T) {
 func TestCheckCounts(t *testing.T) {
 	history := slices.Concat(turn("w0-1", 1, "a", 100, 200), turn("w0-1", 2, "b", 300, 400), unrun("w0-1", 3, "c", 350, "requeued", "b"),
 		queued("c", "retry", ""), end(KindBye, "w0-1", 8000, ""))
-	f := Check(history, time.Second)
+	f := Check(history, terms)
 	if f.Cycles != 2 || f.Runs != 2 || f.Enqueued != 3 || f.Queue["retry"] != 1 || f.Events["requeued"] != 1 || len(f.Violations) > 0 {
 		t.Errorf("%+v", f)
 	}
