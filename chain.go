@@ -33,9 +33,9 @@ func (l *Locker) nested(ctx context.Context, key string) (bool, error) {
 		if k.key != key || k.locker.rdb != l.rdb || k.isReleased() {
 			continue
 		}
-		if o := k.locker; o.ttl != l.ttl || o.doneFor != l.doneFor || o.grace != l.grace || o.failOpen != l.failOpen {
+		if o := k.locker; o.ttl != l.ttl || o.doneFor != l.doneFor || o.grace != l.grace || o.fencing != l.fencing || o.failOpen != l.failOpen {
 			return false, fmt.Errorf("redislock: acquire lock %s: already held further up the call chain, with another TTL, "+
-				"done-for, grace period or fail-open", key)
+				"done-for, grace period, fencing or fail-open", key)
 		}
 		if _, ended := k.validity(); ended != nil {
 			return false, fmt.Errorf("redislock: acquire lock %s: held further up the call chain and no longer valid: %w", key, ended)

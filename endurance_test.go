@@ -13,7 +13,6 @@ import (
 	"time"
 
 	"example.com/redislock/internal/virtual"
-
 	"github.com/hibiken/asynq"
 	"github.com/redis/go-redis/v9"
 )

@@ -2,6 +2,7 @@ package redislock_test
 
 import (
 	"context"
+	"database/sql"
 	"errors"
 	"expvar"
 	"fmt"
@@ -60,6 +61,26 @@ func ExampleWithTypes() {
 		))
 	}
 	_ = setUp
+}
+
+// A write that is refused when a later holder of the lock has written.
+func ExampleLock_Fence() {
+	write := func(ctx context.Context, db *sql.DB, id int, body string) error {
+		lock, ok := redislock.FromContext(ctx)
+		if !ok {
+			return errors.New("no lock, no number") // only with WithFailOpen
+		}
+		fence, _ := lock.Fence()
+		result, err := db.ExecContext(ctx, `UPDATE report SET body = $1, fence = $2 WHERE id = $3 AND fence <= $2`, body, fence, id)
+		if err != nil {
+			return err
+		}
+		if n, err := result.RowsAffected(); err != nil || n == 0 {
+			return errors.Join(err, redislock.ErrLost) // a later holder has written
+		}
+		return nil
+	}
+	_ = write
 }
 
 // A KeyFunc of your own. Digest keeps what is in a payload out of Redis, and two payloads out of one name.

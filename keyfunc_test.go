@@ -18,7 +18,6 @@ import (
 	"unicode/utf8"
 
 	"example.com/redislock/internal/virtual"
-
 	"github.com/hibiken/asynq"
 )
 

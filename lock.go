@@ -5,6 +5,7 @@ import (
 	_ "embed"
 	"errors"
 	"fmt"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -17,6 +18,9 @@ import (
 // The algorithm is the single-instance lock of the Redis documentation (SET NX PX with a random token, compare-and-delete
 // in Lua), with a lease that is extended and a validity that is kept by the local monotonic clock.
 
+//go:embed script/acquire.lua
+var acquireSource string
+
 //go:embed script/extend.lua
 var extendSource string
 
@@ -27,6 +31,7 @@ var releaseSource string
 var doneSource string
 
 var (
+	acquireScript = redis.NewScript(acquireSource)
 	extendScript  = redis.NewScript(extendSource)
 	releaseScript = redis.NewScript(releaseSource)
 	doneScript    = redis.NewScript(doneSource)
@@ -38,6 +43,9 @@ const (
 	replyAnother = -1 // 0, from release and extend: nobody's
 )
 
+// fenceLifetime is how long a fence counter is kept after the last acquire. Redis's clock takes over from there.
+const fenceLifetime = 24 * time.Hour
+
 // Lock is a lock that was acquired. It is extended in the background until it is released, lost or abandoned, and then stays
 // so for ever. All methods are safe for concurrent use.
 type Lock struct {
@@ -45,6 +53,7 @@ type Lock struct {
 	key    string
 	token  string
 	value  string // what is at the key while it is ours
+	fence  int64  // 0 without WithFencing
 	self   Holder
 	since  time.Time // acquired
 	waited time.Duration
@@ -81,6 +90,10 @@ func (k *Lock) Key() string { return k.key }
 // Context returns a context that ends when the lock does: released (context.Canceled) or lost (context.Cause matches ErrLost),
 // or when Shutdown lost patience with it (ErrClosed). A handler's lock also passes on the end of the task's context.
 func (k *Lock) Context() context.Context { return k.ctx }
+
+// Fence returns the lock's fencing number, which is higher than that of every earlier lock of its key: hand it to what the
+// handler writes to, so that it can refuse a lower one. ok is false without WithFencing.
+func (k *Lock) Fence() (n int64, ok bool) { return k.fence, k.fence > 0 }
 
 // Check asks Redis whether the lock is still held, and extends it. Call it before a side effect that must not happen twice.
 // It returns nil, or an error that matches ErrLost when the lock has ended in any way, or ErrUnavailable when Redis gave no
@@ -142,7 +155,7 @@ func (l *Locker) acquire(ctx, parent context.Context, key string, self Holder, b
 	self.Since = time.Now().UTC().Truncate(time.Millisecond) // as it comes back from the value, to be compared
 	token := uuid.NewString()
 	value := encodeValue(self, token)
-	validFrom, err := l.try(ctx, key, value)
+	c, err := l.try(ctx, key, value)
 	if err != nil {
 		l.leave()
 		return nil, err
@@ -153,11 +166,12 @@ func (l *Locker) acquire(ctx, parent context.Context, key string, self Holder, b
 		key:        key,
 		token:      token,
 		value:      value,
+		fence:      c.fence,
 		self:       self,
 		since:      time.Now(),
 		waited:     time.Since(began),
 		outer:      outer,
-		validUntil: l.validUntil(validFrom),
+		validUntil: l.validUntil(c.sent),
 		released:   make(chan struct{}),
 	}
 	k.ctx, k.cancel = context.WithCancelCause(context.WithValue(parent, lockContextKey{}, k))
@@ -166,24 +180,29 @@ func (l *Locker) acquire(ctx, parent context.Context, key string, self Holder, b
 		k.release(false)
 		return nil, fmt.Errorf("%w: acquire lock %s", ErrClosed, key)
 	}
-	k.watch(parent, validFrom)
+	k.watch(parent, c.sent)
 	return k, nil
 }
 
-// try claims the key for value and returns from when on the claim is valid: before the request was sent. Whatever it does
-// not return as claimed it gives back.
-func (l *Locker) try(ctx context.Context, key, value string) (validFrom time.Time, err error) {
+// claim is a key that was claimed.
+type claim struct {
+	sent  time.Time // it is valid from then on: before the request was sent
+	fence int64
+}
+
+// try claims the key for value. Whatever it does not return as claimed it gives back.
+func (l *Locker) try(ctx context.Context, key, value string) (claim, error) {
 	type reply struct {
-		sent time.Time
-		err  error
+		claim
+		err error
 	}
 	began := time.Now()
 	bound, cancel := context.WithTimeout(ctx, l.ttl/4)
 	defer cancel()
 	replies := make(chan reply, 1)
 	l.spawn(func() {
-		sent, err := l.claim(bound, key, value)
-		replies <- reply{sent, err}
+		c, err := l.claim(bound, key, value)
+		replies <- reply{c, err}
 	})
 	var r reply
 	select {
@@ -194,47 +213,75 @@ func (l *Locker) try(ctx context.Context, key, value string) (validFrom time.Tim
 			<-replies
 			l.giveBack(key, value)
 		})
-		return time.Time{}, l.tooLate(ctx, key)
+		return claim{}, l.tooLate(ctx, key)
 	}
 	switch {
 	case r.err == nil && (ctx.Err() != nil || time.Since(began) > l.ttl/4):
 		// asynq has settled a task whose context ended, and may have given it to another server.
 		l.spawn(func() { l.giveBack(key, value) })
-		return time.Time{}, l.tooLate(ctx, key)
+		return claim{}, l.tooLate(ctx, key)
 	case errors.Is(r.err, ErrUnavailable):
 		l.spawn(func() { l.giveBack(key, value) })
 	}
-	return r.sent, r.err
+	return r.claim, r.err
 }
 
-// claim sends the SET. go-redis resends a command whose reply was lost, so finding our own value means that it is ours; its
+// claim asks for the key. go-redis resends a command whose reply was lost, so finding our own value means that it is ours; its
 // TTL has been running since the first send, hence the extension.
-func (l *Locker) claim(ctx context.Context, key, value string) (sent time.Time, err error) {
-	sent = time.Now()
-	set := redis.NewStatusCmd(ctx, "set", key, value, "nx", "get", "px", l.ttl.Milliseconds())
-	_ = l.rdb.Process(ctx, set)
-	present, err := set.Result()
+func (l *Locker) claim(ctx context.Context, key, value string) (c claim, err error) {
+	set := l.set
+	if l.fencing {
+		set = l.setFenced
+	}
+	c.sent = time.Now()
+	present, fence, err := set(ctx, key, value)
 	switch {
 	case errors.Is(err, redis.Nil):
-		return sent, nil
+		c.fence = fence
+		return c, nil
 	case err != nil:
-		return sent, redisError("acquire lock", key, err)
+		return c, redisError("acquire lock", key, err)
 	case present == value:
-		sent = time.Now()
+		c.sent = time.Now()
 		reply, err := extendScript.Run(ctx, l.rdb, []string{key}, value, l.ttl.Milliseconds()).Int()
 		if err == nil && reply != replyOurs {
 			err = errors.New("it lapsed while its reply was lost")
 		}
 		if err != nil {
-			return sent, fmt.Errorf("%w: acquire lock %s: %w", ErrUnavailable, key, err)
+			return c, fmt.Errorf("%w: acquire lock %s: %w", ErrUnavailable, key, err)
 		}
-		return sent, nil
+		return c, nil
 	}
 	holder, err := decodeValue(present)
 	if errors.Is(err, errForeignValue) {
-		return sent, fmt.Errorf("redislock: acquire lock %s: %w", key, err)
+		return c, fmt.Errorf("redislock: acquire lock %s: %w", key, err)
 	}
-	return sent, &HeldError{Key: key, Holder: holder}
+	return c, &HeldError{Key: key, Holder: holder}
+}
+
+// set sets the key to value unless something is there, which it returns; redis.Nil says that it did.
+func (l *Locker) set(ctx context.Context, key, value string) (present string, _ int64, err error) {
+	set := redis.NewStatusCmd(ctx, "set", key, value, "nx", "get", "px", l.ttl.Milliseconds())
+	_ = l.rdb.Process(ctx, set)
+	present, err = set.Result()
+	return present, 0, err
+}
+
+// setFenced is set with a fencing number, by a script that extends what it finds to be ours itself.
+func (l *Locker) setFenced(ctx context.Context, key, value string) (present string, fence int64, err error) {
+	reply, err := acquireScript.Run(ctx, l.rdb, []string{key, key + ":fence"}, value, l.ttl.Milliseconds(), fenceLifetime.Milliseconds()).Slice()
+	if err != nil {
+		return "", 0, err
+	}
+	present, _ = reply[0].(string)
+	if present != value {
+		return present, 0, nil
+	}
+	number, _ := reply[1].(string)
+	if fence, err = strconv.ParseInt(number, 10, 64); err != nil {
+		return "", 0, err
+	}
+	return "", fence, redis.Nil
 }
 
 // tooLate is the error of a try that took longer than its context or than TTL/4.

@@ -15,7 +15,6 @@ import (
 	"time"
 
 	"example.com/redislock/internal/virtual"
-
 	"github.com/hibiken/asynq"
 	"github.com/redis/go-redis/v9"
 )
@@ -42,7 +41,7 @@ func stopWatchdog(k *Lock) {
 
 // teachScripts makes Redis know the scripts, so that each call is one command.
 func teachScripts(w *virtual.World) {
-	for _, source := range []string{extendSource, releaseSource, doneSource} {
+	for _, source := range []string{acquireSource, extendSource, releaseSource, doneSource} {
 		if err := w.RDB.ScriptLoad(w.T.Context(), source).Err(); err != nil {
 			w.T.Fatal(err)
 		}

@@ -17,7 +17,6 @@ import (
 	"unicode"
 
 	"example.com/redislock/internal/virtual"
-
 	"github.com/hibiken/asynq"
 	"github.com/redis/go-redis/v9"
 )
@@ -782,6 +781,7 @@ func TestMountedTwiceWithDifferentPromisesIsAFailureThatSaysSo(t *testing.T) {
 		"done-for":     func(_ *virtual.World, h *virtual.Host, b *books) *Locker { return locker(h, b, WithDoneFor(time.Hour)) },
 		"grace period": func(_ *virtual.World, h *virtual.Host, b *books) *Locker { return locker(h, b, WithGracePeriod(0)) },
 		"fail-open":    func(_ *virtual.World, h *virtual.Host, b *books) *Locker { return locker(h, b, WithFailOpen()) },
+		"fencing":      func(_ *virtual.World, h *virtual.Host, b *books) *Locker { return locker(h, b, WithFencing()) },
 		"client": func(w *virtual.World, h *virtual.Host, b *books) *Locker {
 			l, err := New(w.Dialer(h.LockLink), WithLogger(h.Logger), WithObserver(b.observe))
 			if err != nil {

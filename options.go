@@ -28,6 +28,7 @@ type config struct {
 	doneFor   time.Duration
 	grace     time.Duration
 	policy    Policy
+	fencing   bool
 	failOpen  bool
 	observers []func(context.Context, Event)
 	logger    *slog.Logger // nil: slog.Default
@@ -153,6 +154,17 @@ func WithDoneFor(d time.Duration) Option {
 			return fmt.Errorf("redislock: configure WithDoneFor: %v: want 0 for no marker, or at least 1ms", d)
 		}
 		c.doneFor = d.Truncate(time.Millisecond)
+		return nil
+	})
+}
+
+// WithFencing gives each lock a number that is higher than that of every earlier lock of its key, for Lock.Fence: what a handler
+// writes to can then refuse a holder that was paused and is no longer the one. The number comes with the acquire, in the same
+// round trip: the last one plus 1, or Redis's time in microseconds if that is more, so that it grows on where Redis has lost
+// the counter. It is kept beside the lock for a day. A handler that WithFailOpen runs without a lock has none. Default: off.
+func WithFencing() Option {
+	return optionFunc(func(c *config) error {
+		c.fencing = true
 		return nil
 	})
 }

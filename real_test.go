@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -16,7 +17,6 @@ import (
 	"time"
 
 	"example.com/redislock/internal/virtual"
-
 	"github.com/hibiken/asynq"
 	"github.com/redis/go-redis/v9"
 )
@@ -278,6 +278,11 @@ func TestOnRealServersTheLeastPermissionsSuffice(t *testing.T) {
 	if !found {
 		t.Fatal("the README has no such rule any more")
 	}
+	_, more, found := strings.Cut(string(readme), "`WithFencing` needs `")
+	more, _, _ = strings.Cut(more, "`")
+	if !found {
+		t.Fatal("the README does not say what WithFencing needs any more")
+	}
 	eachServer(t, func(t *testing.T, s *server) {
 		t.Parallel()
 		set := []any{"ACL", "SETUSER", "locks", "on", ">secret"}
@@ -310,6 +315,22 @@ func TestOnRealServersTheLeastPermissionsSuffice(t *testing.T) {
 			t.Error(err)
 		}
 
+		fenced := realLocker(t, rdb, &b, WithFencing())
+		if _, err := fenced.TryAcquire(t.Context(), "fenced"); err == nil || errors.Is(err, ErrUnavailable) {
+			t.Errorf("fenced, without its permissions: %v", err)
+		}
+		for _, word := range strings.Fields(more) {
+			if err := s.client(t).Do(t.Context(), "ACL", "SETUSER", "locks", word).Err(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for _, stored := range []int64{0, math.MaxInt64 - 1} { // by Redis's time, and by the counter
+			s.client(t).Set(t.Context(), fenced.prefix+"{fenced}:fence", stored, time.Minute)
+			if err := fenced.Do(t.Context(), "fenced", func(context.Context) error { return nil }); err != nil {
+				t.Error(err)
+			}
+		}
+
 		other, err := New(rdb, WithKeyPrefix("elsewhere:"))
 		if err != nil {
 			t.Fatal(err)
@@ -324,9 +345,11 @@ func TestOnRealServersAClusterClientWorks(t *testing.T) {
 	eachProgram(t, func(t *testing.T, program string) {
 		t.Parallel()
 		var b books
-		l := realLocker(t, clusterServer(t, program), &b, WithDoneFor(time.Minute))
+		rdb := clusterServer(t, program)
+		plain := realLocker(t, rdb, &b, WithDoneFor(time.Minute))
+		fenced := realLocker(t, rdb, &b, WithDoneFor(time.Minute), WithFencing()) // two keys, one slot
 		for i := range 20 {
-			name := fmt.Sprint(i)
+			name, l := fmt.Sprint(i), []*Locker{plain, fenced}[i%2]
 			if err := l.Do(t.Context(), name, func(ctx context.Context) error {
 				lock, _ := FromContext(ctx)
 				return lock.Check(ctx)

@@ -7,7 +7,6 @@ import (
 	"time"
 
 	"example.com/redislock/internal/virtual"
-
 	"github.com/hibiken/asynq"
 )
 

@@ -9,7 +9,6 @@ import (
 	"time"
 
 	"example.com/redislock/internal/virtual"
-
 	"github.com/hibiken/asynq"
 )
 

@@ -9,7 +9,6 @@ import (
 	"unicode/utf8"
 
 	"example.com/redislock/internal/virtual"
-
 	"github.com/hibiken/asynq"
 )
 

@@ -16,7 +16,6 @@ import (
 	"time"
 
 	"example.com/redislock/internal/virtual"
-
 	"github.com/redis/go-redis/v9"
 )
 

@@ -70,6 +70,8 @@ type World struct {
 	wires      sync.WaitGroup
 	background sync.WaitGroup
 
+	order sync.Mutex // held while a tapped command is done and seen
+
 	mu       sync.Mutex
 	links    []*Link
 	closers  []io.Closer
@@ -135,6 +137,13 @@ func (w *World) end() {
 
 // Elapsed is the virtual time since the world began.
 func (w *World) Elapsed() time.Duration { return time.Since(w.Began) }
+
+// Alone runs fn, which tampers with Redis, while no tapped link has a command on its way. It must not wait for time.
+func (w *World) Alone(fn func()) {
+	w.order.Lock()
+	defer w.order.Unlock()
+	fn()
+}
 
 // Spawn runs fn in a goroutine that the end of the world waits for.
 func (w *World) Spawn(fn func()) { w.background.Go(fn) }
@@ -375,7 +384,13 @@ func (h *Host) Serve(cfg asynq.Config, handler asynq.Handler) *asynq.Server {
 // Schedule starts an asynq scheduler on the host that enqueues task by cronspec, in UTC; the world begins on a full hour.
 func (h *Host) Schedule(cronspec string, task *asynq.Task, opts ...asynq.Option) *asynq.Scheduler {
 	h.World.T.Helper()
-	s := asynq.NewSchedulerFromRedisClient(h.queue, &asynq.SchedulerOpts{Logger: HostLog{h}, HeartbeatInterval: time.Minute})
+	return h.ScheduleWith(&asynq.SchedulerOpts{Logger: HostLog{h}, HeartbeatInterval: time.Minute}, cronspec, task, opts...)
+}
+
+// ScheduleWith is Schedule with a scheduler of other options.
+func (h *Host) ScheduleWith(how *asynq.SchedulerOpts, cronspec string, task *asynq.Task, opts ...asynq.Option) *asynq.Scheduler {
+	h.World.T.Helper()
+	s := asynq.NewSchedulerFromRedisClient(h.queue, how)
 	if _, err := s.Register(cronspec, task, opts...); err != nil {
 		h.World.T.Fatalf("schedule %s on %s: %v", task.Type(), h.Name, err)
 	}
@@ -457,6 +472,8 @@ type Link struct {
 	wires  map[*wire]bool
 	keep   bool // what was sent
 	log    []Command
+	tap    func(Command, []byte)
+	answer func(Command) string
 }
 
 // Command is a command as it came out of the client; one that go-redis sent again counts again.
@@ -497,6 +514,15 @@ func (l *Link) Cut() {
 	}
 }
 
+// Break breaks every connection, as a server does that restarts. New ones can be made at once.
+func (l *Link) Break() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for c := range l.wires {
+		c.breakOff()
+	}
+}
+
 // Hang makes the network half-open: what is sent from now on is taken and vanishes, and no reply ever comes, so that a
 // client waits for its own deadline. New connections can be made, and hang in the same way.
 func (l *Link) Hang() {
@@ -522,6 +548,22 @@ func (l *Link) Heal() {
 			c.breakOff()
 		}
 	}
+}
+
+// Tap has fn see each command that Redis has done, with the reply as it goes over the wire, before the client does. The taps
+// of all links see the commands in the order in which Redis did them, one at a time. A tapped link remembers nothing for Sent.
+func (l *Link) Tap(fn func(c Command, reply []byte)) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.tap, l.keep = fn, false
+}
+
+// Answer has fn answer commands in Redis's place, where it returns a reply as it goes over the wire, and not "". It is for what
+// an idle server asks all the time: a script costs more real time than everything else.
+func (l *Link) Answer(fn func(Command) string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.answer = fn
 }
 
 // Record makes the link remember its commands. Links for locks do from the start; asynq's would fill the memory.
@@ -564,9 +606,10 @@ func (l *Link) Every(what string, args ...string) *Fault {
 
 // Fault is something that happens to a command.
 type Fault struct {
-	link *Link
-	what string
-	args []string
+	link  *Link
+	what  string
+	args  []string
+	where func(Command) bool
 
 	left, met int // how many it still waits for (negative: all); how many it met
 
@@ -586,6 +629,10 @@ const (
 
 // Times makes the fault meet that many commands.
 func (f *Fault) Times(n int) *Fault { f.left = n; return f }
+
+// Where limits the fault to commands for which match is true. It is asked once for each that the fault would otherwise meet, so
+// that it may note what it has said.
+func (f *Fault) Where(match func(Command) bool) *Fault { f.where = match; return f }
 
 // Before has fn run before Redis gets the command.
 func (f *Fault) Before(fn func()) *Fault { f.ahead = func(*wire) { fn() }; return f.set() }
@@ -649,6 +696,7 @@ type wire struct {
 	requests chan Command // a buffer, so that a client can write a whole pipeline before it reads
 	broken   chan struct{}
 	once     sync.Once
+	pushes   bool // what comes from Redis is carried by push
 	deaf     bool // guarded by Link.mu: something got lost here, so that nothing may follow it
 }
 
@@ -715,7 +763,6 @@ func (c *wire) carry() {
 		c.link.mu.Unlock()
 	}()
 	replies := bufio.NewReader(c.server)
-	subscribed := false
 	for req := range c.requests {
 		lag, f := c.meet(req)
 		if lag > 0 {
@@ -734,19 +781,12 @@ func (c *wire) carry() {
 		if c.silent(req, f.loses == theRequest) {
 			continue
 		}
-		if _, err := c.server.Write(req.encode()); err != nil {
-			return
-		}
-		if strings.HasSuffix(req.Name, "SUBSCRIBE") && !subscribed {
-			subscribed = true
-			c.link.world.wires.Go(func() { c.push(replies) })
-		}
-		if subscribed { // replies come when they like, and push carries them
-			continue
-		}
-		reply, err := readReply(replies, nil)
+		reply, err := c.exchange(req, replies)
 		if err != nil {
 			return
+		}
+		if c.pushes { // replies come when they like
+			continue
 		}
 		if f.behind != nil {
 			f.behind(c)
@@ -759,6 +799,37 @@ func (c *wire) carry() {
 		}
 		_, _ = c.client.Write(reply) // to a client that has hung up: what it sent is done all the same
 	}
+}
+
+// exchange has Redis do a command and returns its reply, unless push carries it.
+func (c *wire) exchange(req Command, replies *bufio.Reader) (reply []byte, err error) {
+	c.link.mu.Lock()
+	tap, answer := c.link.tap, c.link.answer
+	c.link.mu.Unlock()
+	if answer != nil {
+		if text := answer(req); text != "" {
+			return []byte(text), nil
+		}
+	}
+	if tap != nil {
+		c.link.world.order.Lock()
+		defer c.link.world.order.Unlock()
+	}
+	if _, err := c.server.Write(req.encode()); err != nil {
+		return nil, err
+	}
+	if strings.HasSuffix(req.Name, "SUBSCRIBE") && !c.pushes {
+		c.pushes = true
+		c.link.world.wires.Go(func() { c.push(replies) })
+	}
+	if c.pushes {
+		return nil, nil
+	}
+	reply, err = readReply(replies, nil)
+	if err == nil && tap != nil {
+		tap(req, reply)
+	}
+	return reply, err
 }
 
 // push carries what Redis publishes.
@@ -787,7 +858,7 @@ func (c *wire) meet(req Command) (time.Duration, Fault) {
 		l.log = append(l.log, req)
 	}
 	for _, f := range l.faults {
-		if f.left != 0 && req.is(f.what, f.args...) {
+		if f.left != 0 && req.is(f.what, f.args...) && (f.where == nil || f.where(req)) {
 			f.left--
 			f.met++
 			return l.lag, *f
