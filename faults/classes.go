@@ -1,7 +1,10 @@
 package main
 
 import (
+	"cmp"
 	"math/rand/v2"
+	"slices"
+	"strings"
 	"time"
 
 	"example.com/redislock/faults/history"
@@ -14,7 +17,11 @@ type class struct {
 	every   time.Duration // between two faults, on average; 0: none
 	faults  []string      // one of them each time
 	aof     bool          // the lock's server writes each change to disk
+	replica bool          // the lock's server has a replica
+	queue   bool          // asynq's own connections have a proxy as well
 	deaf    float64       // share of the long handlers that ignore their context
+	least   time.Duration // a campaign that is shorter shows nothing
+	linger  time.Duration // how long handlers of the first worker may go on, deaf; 0: like all others
 }
 
 const (
@@ -22,24 +29,32 @@ const (
 	allowLoss  = "overlap only after the loss, and the first is told within TTL/3"
 	allowPause = "overlap only by the paused process, until it is told"
 	allowDeaf  = "overlap only by a handler that was told and went on"
+	allowLapse = "overlap only after the jump made a lock lapse, and the first is told within TTL/3"
 	allowMixed = "overlap only after a loss or a pause, or by a handler that was told and went on"
 )
 
-// The faults that only the campaign reads; see check.go for the others.
+// The faults that only the campaign reads; the package history names the others.
 const (
 	faultKill          = "kill worker"
 	faultShutdown      = "shut worker down"
 	faultCut           = "cut"
 	faultRefuse        = "refuse"
+	faultResetUp       = "reset, request lost"
+	faultResetDown     = "reset, reply lost"
 	faultHangUp        = "half-open, requests lost"
 	faultHangDown      = "half-open, replies lost"
-	faultHang          = "hang"
+	faultHang          = "hang" // what hung arrives in the end
 	faultLatency       = "latency"
 	faultThrottle      = "throttle"
 	faultDurable       = "kill redis with aof"
 	faultDown          = "redis down"
 	faultScripts       = "script flush"
 	faultClientPause   = "client pause"
+	faultFull          = "out of memory"
+	faultReadOnly      = "read-only replica"
+	faultMasterDown    = "replica without its master"
+	faultNoReplicas    = "too few replicas"
+	faultLease         = history.FaultQueue + "leases expired"
 	faultLoseAcquire   = history.FaultSwallow + string(verbAcquire)
 	faultLoseExtend    = history.FaultSwallow + string(verbExtend)
 	faultLoseRelease   = history.FaultSwallow + string(verbRelease)
@@ -53,7 +68,7 @@ var classes = []class{
 	{name: "none", promise: exclusive},
 	{name: "worker-kill", promise: exclusive, every: 600 * time.Millisecond, faults: []string{faultKill}},
 	{name: "worker-pause", promise: allowPause, every: 900 * time.Millisecond, faults: []string{history.FaultPause}},
-	{name: "cut", promise: exclusive, every: 150 * time.Millisecond, faults: []string{faultCut, faultCut, faultCut, faultRefuse}},
+	{name: "cut", promise: exclusive, every: 150 * time.Millisecond, faults: []string{faultCut, faultCut, faultCut, faultRefuse, faultResetUp, faultResetDown}},
 	{name: "half-open", promise: exclusive, every: 600 * time.Millisecond, faults: []string{faultHangUp, faultHangDown, faultHang}},
 	{name: "latency", promise: exclusive, every: 500 * time.Millisecond, faults: []string{faultLatency}},
 	{name: "throttle", promise: exclusive, every: 800 * time.Millisecond, faults: []string{faultThrottle}},
@@ -67,13 +82,46 @@ var classes = []class{
 	{name: "key-deleted", promise: allowLoss, every: 30 * time.Millisecond, faults: []string{history.FaultDelete}},
 	{name: "key-stolen", promise: allowLoss, every: 60 * time.Millisecond, faults: []string{history.FaultSteal}},
 	{name: "client-pause", promise: exclusive, every: 3 * time.Second, faults: []string{faultClientPause}},
+	{name: "maxmemory-noeviction", promise: exclusive, every: time.Second, faults: []string{faultFull}},
+	{name: "maxmemory-lru", promise: allowLoss, every: 2 * time.Second, faults: []string{history.FaultPressure}},
+	{name: "read-only", promise: exclusive, every: 2 * time.Second, faults: []string{faultReadOnly, faultMasterDown, faultNoReplicas}},
+	{name: "failover", promise: allowLoss, every: 2 * time.Second, faults: []string{history.FaultFailover}, replica: true},
+	{name: "clock-jump", promise: allowLapse, every: 300 * time.Millisecond, faults: []string{history.FaultForward, history.FaultBackward}},
+	{name: "queue-cut", promise: exclusive, every: 150 * time.Millisecond, queue: true,
+		faults: []string{history.FaultQueue + faultCut, history.FaultQueue + faultRefuse, history.FaultQueue + faultHang, history.FaultQueue + faultResetDown}},
+	{name: "lease-early", promise: allowDeaf, every: time.Second, faults: []string{faultLease}, deaf: 0.3},
+	{name: "lease-expiry", promise: allowDeaf, every: 5 * time.Second, faults: []string{faultShutdown}, queue: true, least: leaseHang + 15*time.Second, linger: leaseHang},
 	{name: "deaf", promise: allowDeaf, every: 700 * time.Millisecond, faults: []string{faultHang, faultRefuse}, deaf: 0.5},
 	{name: "shutdown", promise: allowDeaf, every: 700 * time.Millisecond, faults: []string{faultShutdown}, deaf: 0.3},
-	{name: "mixed", promise: allowMixed, every: 250 * time.Millisecond, deaf: 0.2, faults: []string{
-		faultKill, history.FaultPause, faultShutdown, faultCut, faultRefuse, faultHangUp, faultHangDown, faultHang, faultLatency, faultThrottle,
-		faultLoseAcquire, faultLoseExtend, faultLoseRelease, faultHushAcquire, faultHushExtend, faultHushRelease,
+	{name: "mixed", promise: allowMixed, every: 250 * time.Millisecond, replica: true, queue: true, deaf: 0.2, faults: []string{
+		faultKill, history.FaultPause, faultShutdown, faultCut, faultRefuse, faultResetUp, faultResetDown, faultHangUp, faultHangDown, faultHang,
+		faultLatency, faultThrottle, faultLoseAcquire, faultLoseExtend, faultLoseRelease, faultHushAcquire, faultHushExtend, faultHushRelease,
 		history.FaultLossy, faultScripts, history.FaultFlush, history.FaultDelete, history.FaultSteal, faultClientPause,
+		faultFull, history.FaultPressure, faultReadOnly, faultMasterDown, faultNoReplicas, history.FaultFailover, history.FaultForward, history.FaultBackward,
+		history.FaultQueue + faultCut, history.FaultQueue + faultHang, faultLease,
 	}},
+}
+
+// A lease of asynq lasts 30 s. A recoverer takes the task over once it has been expired for another 30 s; each worker looks
+// when it starts and every minute.
+const (
+	leaseHang  = 70 * time.Second
+	leaseStart = 5 * time.Second // the hang's, from the beginning of the campaign
+)
+
+// swallows reports whether the class needs a proxy that tells commands apart.
+func (c class) swallows() bool {
+	return slices.ContainsFunc(c.faults, func(fault string) bool { return strings.Contains(fault, history.FaultSwallow) })
+}
+
+// missing returns the faults of the class that have not been done.
+func (c class) missing(done map[string]int) (names []string) {
+	for _, name := range c.faults {
+		if done[name] == 0 && !slices.Contains(names, name) {
+			names = append(names, name)
+		}
+	}
+	return names
 }
 
 // step is one fault of a schedule.
@@ -82,11 +130,14 @@ type step struct {
 	fault  string
 	worker int
 	lasts  time.Duration
-	pick   float64 // which key, by its place among those that are there
+	pick   float64 // which key, by its place among those that are there, or how strong
 }
 
-// schedule plans the faults of a campaign. Equal arguments make equal plans.
+// schedule plans the faults of a campaign. Equal arguments make equal plans, and a longer one begins like a shorter one.
 func schedule(c class, seed uint64, workers int, duration time.Duration) (plan []step) {
+	if c.linger > 0 && leaseStart+leaseHang < duration {
+		plan = append(plan, step{at: leaseStart, fault: history.FaultQueue + faultHang, lasts: leaseHang})
+	}
 	if c.every == 0 {
 		return nil
 	}
@@ -98,19 +149,26 @@ func schedule(c class, seed uint64, workers int, duration time.Duration) (plan [
 		switch s.fault {
 		case history.FaultPause:
 			s.lasts = between(ttl+ttl/5, 5*ttl/2)
-		case faultKill, faultShutdown:
+		case faultKill, faultShutdown, faultLease:
 			s.lasts = between(50*time.Millisecond, 500*time.Millisecond) // until it is started again
-		case history.FaultLossy, faultDurable:
+		case history.FaultLossy, faultDurable, history.FaultFailover:
 			s.lasts = between(0, 3*ttl/2)
-		case faultCut:
+		case faultCut, history.FaultQueue + faultCut:
 		case faultClientPause:
 			s.lasts = between(ttl/10, 3*ttl/2)
+		case faultReadOnly, faultMasterDown, faultNoReplicas, faultFull, history.FaultPressure:
+			s.lasts = between(ttl/5, 2*ttl)
+		case history.FaultForward, history.FaultBackward:
+			s.lasts = 0
 		default:
 			s.lasts = between(ttl/5, 3*ttl)
 		}
-		if at+s.lasts > duration {
-			return plan
+		if at >= duration {
+			break
 		}
+		s.lasts = min(s.lasts, duration-at)
 		plan = append(plan, s)
 	}
+	slices.SortStableFunc(plan, func(a, b step) int { return cmp.Compare(a.at, b.at) })
+	return plan
 }

@@ -13,10 +13,13 @@ import (
 	"os/signal"
 	"path/filepath"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
 	"example.com/redislock/faults/history"
+	"github.com/redis/go-redis/v9"
 )
 
 func main() {
@@ -34,75 +37,184 @@ func exit(err error) {
 	os.Exit(0)
 }
 
-func campaigns() error {
+// settings are what the command line says.
+type settings struct {
+	params
+	faults   string
+	root     string // of the histories
+	markdown string
+	parallel int
+	again    bool
+}
+
+func parseFlags() (s settings, err error) {
 	var names []string
 	for _, c := range classes {
 		names = append(names, c.name)
 	}
-	duration := flag.Duration("duration", time.Minute, "how long the faults of each class last")
-	drain := flag.Duration("drain", 8*time.Second, "how long the workers may take to empty the queue afterwards")
-	workers := flag.Int("workers", 8, "worker processes")
-	keys := flag.Int("keys", 64, "different locks")
-	rate := flag.Int("rate", 400, "tasks a second")
-	seed := flag.Uint64("seed", uint64(time.Now().UnixNano()), "replays the same schedule of faults and the same tasks")
-	server := flag.String("server", "", "redis-server or valkey-server to run (default: redis-server in PATH)")
-	dir := flag.String("dir", "", "keep the histories here (default: a temporary directory, kept if there is a violation)")
-	faults := flag.String("faults", "all", "classes, separated by commas: "+strings.Join(names, ", "))
-	again := flag.Bool("check", false, "check the histories in -dir once more, and run nothing")
+	flag.DurationVar(&s.duration, "duration", time.Minute, "how long the faults of each class last")
+	flag.IntVar(&s.cycles, "cycles", 0, fmt.Sprintf("go on after that until this many locks of the class have ended and each of its faults was done, at most %v", longest))
+	flag.DurationVar(&s.drain, "drain", 4*time.Second, "how long the workers may take to empty the queue afterwards")
+	flag.IntVar(&s.workers, "workers", 8, "worker processes")
+	flag.IntVar(&s.keys, "keys", 512, "different locks")
+	flag.IntVar(&s.rate, "rate", 800, "tasks a second, as far as the workers keep up")
+	flag.Uint64Var(&s.seed, "seed", uint64(time.Now().UnixNano()), "replays the same schedule of faults and the same tasks")
+	flag.StringVar(&s.server, "server", "", "redis-server or valkey-server to run (default: redis-server in PATH)")
+	flag.StringVar(&s.root, "dir", "", "keep the histories here (default: a temporary directory, kept if there is a violation)")
+	flag.StringVar(&s.faults, "faults", "all", "classes, separated by commas: "+strings.Join(names, ", "))
+	flag.StringVar(&s.markdown, "markdown", "", "append a row of a table for each class to this file")
+	flag.IntVar(&s.parallel, "parallel", 1, "classes at a time")
+	flag.BoolVar(&s.short, "short", false, "all classes within two minutes: other defaults, and without those that take longer")
+	flag.BoolVar(&s.again, "check", false, "check the histories in -dir once more, and run nothing")
 	flag.Parse()
+	if s.short {
+		err = shortDefaults()
+	}
+	if s.again && s.root == "" {
+		err = errors.New("-check needs -dir")
+	}
+	s.parallel = max(s.parallel, 1)
+	return s, err
+}
 
-	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
-	defer stop()
-	chosen, err := chooseClasses(*faults)
+// shortDefaults sets the flags that the command line does not.
+func shortDefaults() error {
+	given := make(map[string]bool)
+	flag.Visit(func(f *flag.Flag) { given[f.Name] = true })
+	for name, value := range map[string]string{
+		"duration": "4s", "drain": "2s", "workers": "4", "keys": "48", "rate": "150", "seed": "1", "parallel": "3",
+	} {
+		if given[name] {
+			continue
+		}
+		if err := flag.Set(name, value); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func campaigns() error {
+	s, err := parseFlags()
 	if err != nil {
 		return err
 	}
-	var program string
-	if *again && *dir == "" {
-		return errors.New("-check needs -dir")
-	}
-	if !*again {
-		if program, err = findServer(*server); err != nil {
-			return err
-		}
-	}
-	root := *dir
-	if root == "" {
-		if root, err = os.MkdirTemp("", "redislock-faults-"); err != nil {
-			return err
-		}
-	} else if root, err = filepath.Abs(root); err != nil {
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
+	defer stop()
+	redis.SetLogger(silent{})
+	chosen, err := chooseClasses(s.faults)
+	if err != nil {
 		return err
 	}
-	bad := 0
-	for _, class := range chosen {
-		c := campaign{
-			class: class, server: program, dir: filepath.Join(root, class.name), seed: *seed,
-			duration: *duration, drain: *drain, workers: *workers, keys: *keys, rate: *rate,
+	if s.short {
+		chosen = shorten(chosen, s.duration)
+	}
+	if !s.again {
+		if s.server, err = findServer(s.server); err != nil {
+			return err
 		}
-		run := c.run
-		if *again {
-			run = func(context.Context) ([]history.Record, error) { return history.ReadDir(c.dir) }
-		}
-		records, err := run(ctx)
-		if err != nil {
-			return fmt.Errorf("class %s: %w", class.name, err)
-		}
-		f := history.Check(records, terms)
-		report(os.Stdout, class, f)
-		if len(f.Violations) > 0 && !*again {
-			fmt.Printf("  histories: %s\n  again: go run . -faults %s -duration %v -drain %v -workers %d -keys %d -rate %d -seed %d -server %s\n",
-				c.dir, class.name, *duration, *drain, *workers, *keys, *rate, *seed, program)
-		}
-		bad += len(f.Violations)
+	}
+	temporary := s.root == ""
+	if temporary {
+		s.root, err = os.MkdirTemp("", "redislock-faults-")
+	} else {
+		s.root, err = filepath.Abs(s.root)
+	}
+	if err != nil {
+		return err
+	}
+	bad, err := s.runAll(ctx, chosen)
+	if err != nil {
+		return err
 	}
 	if bad > 0 {
 		return fmt.Errorf("%d violations", bad)
 	}
-	if *dir == "" {
-		return os.RemoveAll(root)
+	if temporary {
+		return os.RemoveAll(s.root)
 	}
 	return nil
+}
+
+// runAll runs the classes, some at a time, and reports each in their order. It returns the number of violations.
+func (s *settings) runAll(ctx context.Context, chosen []class) (bad int, err error) {
+	ctx, cancel := context.WithCancel(ctx)
+	type result struct {
+		campaign *campaign
+		findings history.Findings
+		err      error
+	}
+	results := make([]chan result, len(chosen))
+	for i := range results {
+		results[i] = make(chan result, 1)
+	}
+	var next atomic.Int64
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer cancel()
+	for range s.parallel {
+		wg.Go(func() {
+			for i := int(next.Add(1)) - 1; i < len(chosen); i = int(next.Add(1)) - 1 {
+				c := s.campaignOf(chosen[i])
+				f, err := s.runOne(ctx, c)
+				results[i] <- result{c, f, err}
+			}
+		})
+	}
+	for i := range chosen {
+		r := <-results[i]
+		if r.err != nil {
+			return bad, r.err
+		}
+		report(os.Stdout, r.campaign, r.findings)
+		if s.markdown != "" {
+			if err := appendRow(s.markdown, r.campaign, r.findings); err != nil {
+				return bad, err
+			}
+		}
+		bad += len(r.findings.Violations)
+	}
+	return bad, nil
+}
+
+// shorten leaves out the classes that take longer, and makes the others' faults more frequent.
+func shorten(all []class, duration time.Duration) (chosen []class) {
+	for _, c := range all {
+		if c.least > 0 {
+			fmt.Printf("%s: left out, it takes %v at least\n", c.name, c.least)
+			continue
+		}
+		c.every = min(c.every, duration/6)
+		chosen = append(chosen, c)
+	}
+	return chosen
+}
+
+// runOne runs a campaign, or reads what an earlier one has left, and checks it.
+func (s *settings) runOne(ctx context.Context, c *campaign) (history.Findings, error) {
+	run := c.run
+	if s.again {
+		run = func(context.Context) ([]history.Record, error) { return history.ReadDir(c.dir) }
+	}
+	records, err := run(ctx)
+	if err != nil {
+		return history.Findings{}, fmt.Errorf("class %s: %w", c.class.name, err)
+	}
+	f := c.check(records)
+	c.checkEnough(&f)
+	return f, c.order.Draw(c.dir)
+}
+
+// check reads the history with everything that can read one.
+func (c *campaign) check(records []history.Record) history.Findings {
+	f := history.Check(records, terms)
+	c.order = history.CheckModel(records, terms)
+	f.Violations = append(f.Violations, c.order.Violations...)
+	return f
+}
+
+func (s *settings) campaignOf(class class) *campaign {
+	return &campaign{params: s.params, class: class, dir: filepath.Join(s.root, class.name)}
 }
 
 func chooseClasses(names string) (chosen []class, err error) {

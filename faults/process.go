@@ -9,7 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"sync"
+	"strings"
 	"syscall"
 	"time"
 
@@ -74,8 +74,6 @@ type server struct {
 	addr    string
 	args    []string
 	client  *redis.Client // straight to it
-
-	mu      sync.Mutex // held by what takes it down
 	process *process
 }
 
@@ -83,22 +81,16 @@ func startServer(ctx context.Context, program, dir string, args ...string) (*ser
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, err
 	}
-	var err error
-	for range 5 { // the free port may be taken by somebody else before the server gets there
-		s := &server{program: program, dir: dir, args: args}
-		var listener net.Listener
-		if listener, err = net.Listen("tcp", "127.0.0.1:0"); err != nil {
-			return nil, err
+	s := &server{program: program, dir: dir, args: args}
+	err := atFreePort(func(addr string) error {
+		s.addr, s.client = addr, redis.NewClient(&redis.Options{Addr: addr, MaxRetries: -1})
+		err := s.up(ctx)
+		if err != nil {
+			s.client.Close()
 		}
-		s.addr = listener.Addr().String()
-		listener.Close()
-		s.client = redis.NewClient(&redis.Options{Addr: s.addr, MaxRetries: -1})
-		if err = s.up(ctx); err == nil {
-			return s, nil
-		}
-		s.client.Close()
-	}
-	return nil, err
+		return err
+	})
+	return s, err
 }
 
 // up starts the process and waits until it answers.
@@ -124,10 +116,38 @@ func (s *server) up(ctx context.Context) error {
 	}
 }
 
+// replicaOf makes the server the replica of another one of ours, or of none.
+func (s *server) replicaOf(ctx context.Context, of *server) error {
+	host, port := "no", "one"
+	if of != nil {
+		var err error
+		if host, port, err = net.SplitHostPort(of.addr); err != nil {
+			return err
+		}
+	}
+	if err := s.client.Do(ctx, "replicaof", host, port).Err(); err != nil {
+		return fmt.Errorf("replicaof %s %s: %w", host, port, err)
+	}
+	return nil
+}
+
+// version returns the server's name and version.
+func (s *server) version(ctx context.Context) (string, error) {
+	info, err := s.client.Info(ctx, "server").Result()
+	if err != nil {
+		return "", err
+	}
+	for _, name := range []string{"valkey", "redis"} { // Valkey says both
+		if _, after, ok := strings.Cut(info, "\n"+name+"_version:"); ok {
+			version, _, _ := strings.Cut(after, "\r")
+			return name + " " + version, nil
+		}
+	}
+	return "", errors.New("the server does not tell its version")
+}
+
 // stop ends the server for good.
 func (s *server) stop() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
 	s.process.kill()
 	s.client.Close()
 }

@@ -1,132 +1,236 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"net"
+	"os"
+	"syscall"
 	"testing"
 	"time"
 
 	"github.com/redis/go-redis/v9"
 )
 
-func TestVerbOf(t *testing.T) {
-	command := func(args ...string) (b [][]byte) {
-		for _, a := range args {
-			b = append(b, []byte(a))
-		}
-		return b
-	}
-	for _, test := range []struct {
-		args []string
-		want verb
-	}{
-		{nil, verbOther},
-		{[]string{"hello", "3"}, verbOther},
-		{[]string{"client", "setinfo", "LIB-NAME", "x"}, verbOther},
-		{[]string{"SET", "k", "v", "NX", "GET", "PX", "1000"}, verbAcquire},
-		{[]string{"set", "k", "v", "px", "500"}, verbOther},
-		{[]string{"evalsha", "sha", "1", "k", "v"}, verbRelease},
-		{[]string{"eval", "script", "1", "k", "v", "1000"}, verbExtend},
-		{[]string{"evalsha", "sha", "1", "k", "v", "marker", "2000"}, verbRelease},
-	} {
-		if got := verbOf(command(test.args...)); got != test.want {
-			t.Errorf("%v: %q, want %q", test.args, got, test.want)
-		}
-	}
-}
-
-func TestParseCommand(t *testing.T) {
-	whole := "*2\r\n$3\r\nGET\r\n$4\r\na\r\nb\r\n*1\r\n$4\r\nPING\r\n"
-	args, rest, ok := parseCommand([]byte(whole))
-	if !ok || len(args) != 2 || string(args[1]) != "a\r\nb" || string(rest) != "*1\r\n$4\r\nPING\r\n" {
-		t.Fatalf("%q, %q, %v", args, rest, ok)
-	}
-	for i := range len(whole) - len(rest) {
-		if _, _, ok := parseCommand([]byte(whole[:i])); ok {
-			t.Errorf("%q passes for a whole command", whole[:i])
-		}
-	}
-	for _, bad := range []string{"*-1\r\n", "*x\r\n", "PING\r\n", "*1\r\n:1\r\n", "*1\r\n$-1\r\n"} {
-		if _, _, ok := parseCommand([]byte(bad)); ok {
-			t.Errorf("%q passes for a command", bad)
-		}
-	}
-}
-
-// TestProxy wants each trouble to do what it is called, with a real client and server.
-func TestProxy(t *testing.T) {
-	t.Parallel()
+func testServer(t *testing.T) *server {
+	t.Helper()
 	s, err := startServer(t.Context(), serverProgram(t), t.TempDir())
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(s.stop)
-	p, err := newProxy(s.addr)
+	return s
+}
+
+// proxied is a proxy with a server behind it and a counter there, to see which commands arrive.
+type proxied struct {
+	*proxy
+	t      *testing.T
+	server *server
+}
+
+func newProxied(t *testing.T) *proxied {
+	t.Helper()
+	s := testServer(t)
+	p, err := newProxy(s.addr, false)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(p.close)
-	client := func(retries int) *redis.Client {
-		c := redis.NewClient(&redis.Options{Addr: p.addr, MaxRetries: retries, ReadTimeout: 200 * time.Millisecond})
-		t.Cleanup(func() { c.Close() })
-		return c
-	}
-	once, patient := client(-1), client(3)
-	count := func() int64 { // the commands that reached Redis, seen from beside the proxy
-		n, err := s.client.Get(t.Context(), "n").Int64()
-		if err != nil && !errors.Is(err, redis.Nil) {
-			t.Fatal(err)
-		}
-		return n
-	}
-	incr := func(c *redis.Client) error { return c.Incr(t.Context(), "n").Err() }
-	if err := incr(once); err != nil || count() != 1 {
-		t.Fatalf("without trouble: %v", err)
-	}
+	return &proxied{p, t, s}
+}
 
+func (p *proxied) client() *redis.Client {
+	c := redis.NewClient(&redis.Options{Addr: p.addr, MaxRetries: -1, ReadTimeout: 300 * time.Millisecond, PoolSize: 1})
+	p.t.Cleanup(func() { c.Close() })
+	return c
+}
+
+// warm returns a client that has its connection already, and a counter of 1.
+func (p *proxied) warm() *redis.Client {
+	p.t.Helper()
+	c := p.client()
+	if err := incr(c); err != nil {
+		p.t.Fatal(err)
+	}
+	return c
+}
+
+func (p *proxied) do(fault string, pick float64) {
+	p.t.Helper()
+	t, ok := troubleOf(step{fault: fault, pick: pick})
+	if !ok {
+		p.t.Fatalf("%s is no trouble of a network", fault)
+	}
+	if err := p.set(t); err != nil {
+		p.t.Fatal(err)
+	}
+}
+
+func (p *proxied) heal() {
+	p.t.Helper()
+	if err := p.set(trouble{}); err != nil {
+		p.t.Fatal(err)
+	}
+}
+
+// wantCount waits until n commands have reached the server.
+func (p *proxied) wantCount(n int64) {
+	p.t.Helper()
+	var got int64
+	for end := time.Now().Add(5 * time.Second); time.Now().Before(end); time.Sleep(5 * time.Millisecond) {
+		if got, _ = p.server.client.Get(p.t.Context(), "n").Int64(); got == n {
+			return
+		}
+	}
+	p.t.Fatalf("%d commands reached the server, want %d", got, n)
+}
+
+func incr(c *redis.Client) error { return c.Incr(context.Background(), "n").Err() }
+
+func wantTimeout(t *testing.T, err error) {
+	t.Helper()
 	var timeout net.Error
-	p.set(trouble{hangUp: true})
-	if err := incr(once); !errors.As(err, &timeout) || count() != 1 {
-		t.Errorf("requests lost: %v, count %d", err, count())
+	if !errors.As(err, &timeout) || !timeout.Timeout() {
+		t.Errorf("%v, want a timeout", err)
 	}
-	p.cut() // what hangs must not arrive later in this test
-	p.set(trouble{hangDn: true})
-	conn := client(-1).Conn() // its greeting hangs already
-	if err := conn.Ping(t.Context()).Err(); err == nil {
-		t.Error("replies lost, and yet one came")
-	}
-	conn.Close()
-	p.cut()
-	p.set(trouble{refuse: true})
-	if err := incr(once); err == nil {
-		t.Error("refused, and yet it answered")
-	}
-	p.set(trouble{delay: 50 * time.Millisecond})
-	if began := time.Now(); incr(patient) != nil || time.Since(began) < 100*time.Millisecond {
-		t.Errorf("latency: took %v", time.Since(began))
-	}
-	p.set(trouble{})
-	p.cut()
-	if err := incr(patient); err != nil {
-		t.Errorf("after it all: %v", err)
-	}
+}
 
-	for _, silent := range []bool{false, true} {
-		p.swallow(verbAcquire, silent)
-		before := p.swallowed()
-		key := "closed"
-		if silent {
-			key = "silent"
-		}
-		err := once.Do(t.Context(), "set", key, "v", "nx", "get", "px", 60000).Err()
-		if err == nil || p.swallowed() != before+1 {
-			t.Errorf("%s: %v, %d replies swallowed", key, err, p.swallowed()-before)
-		}
-		if v, err := s.client.Get(t.Context(), key).Result(); v != "v" {
-			t.Errorf("%s: the command was not done: %q, %v", key, v, err)
-		}
-		if err := incr(once); err != nil {
-			t.Errorf("%s: the next command: %v", key, err)
-		}
+// TestProxy wants each fault to be what it is called, with a real client and server.
+func TestProxy(t *testing.T) {
+	for name, test := range map[string]func(*testing.T, *proxied){
+		"requests lost": func(t *testing.T, p *proxied) {
+			c := p.warm()
+			p.do(faultHangUp, 0)
+			wantTimeout(t, incr(c))
+			p.heal()
+			if err := incr(c); err != nil { // on a new connection, and after the lost one, had it arrived
+				t.Error(err)
+			}
+			p.wantCount(2)
+		},
+		"replies lost": func(t *testing.T, p *proxied) {
+			c := p.warm()
+			p.do(faultHangDown, 0)
+			wantTimeout(t, incr(c))
+			p.wantCount(2)
+		},
+		"hang": func(t *testing.T, p *proxied) {
+			c := p.warm()
+			p.do(faultHang, 0)
+			wantTimeout(t, incr(c))
+			if n := p.server.client.Get(t.Context(), "n").Val(); n != "1" {
+				t.Errorf("%s commands came through", n)
+			}
+			p.heal()
+			p.wantCount(2) // it arrives late, when nobody waits for it any more
+		},
+		"reset before the request": func(t *testing.T, p *proxied) {
+			p.do(faultResetUp, 0)
+			wantReset(t, p)
+		},
+		"reset after the request": func(t *testing.T, p *proxied) {
+			c := p.warm()
+			p.do(faultResetDown, 0)
+			if err := incr(c); err == nil {
+				t.Error("an answer came")
+			}
+			p.wantCount(2)
+			wantReset(t, p)
+		},
+		"refuse": func(t *testing.T, p *proxied) {
+			conn := p.connection()
+			p.do(faultRefuse, 0)
+			wantClosed(t, conn)
+			if err := incr(p.client()); !errors.Is(err, syscall.ECONNREFUSED) {
+				t.Errorf("%v, want a refusal", err)
+			}
+		},
+		"latency": func(t *testing.T, p *proxied) {
+			c := p.warm()
+			p.do(faultLatency, 0.4) // 100 ms each way
+			if began := time.Now(); incr(c) != nil || time.Since(began) < 200*time.Millisecond {
+				t.Errorf("took %v", time.Since(began))
+			}
+		},
+		"throttle": func(t *testing.T, p *proxied) {
+			c := p.warm()
+			p.do(faultThrottle, 0) // 1 kB/s
+			value := make([]byte, 160)
+			if began := time.Now(); c.Set(t.Context(), "k", value, 0).Err() != nil || time.Since(began) < 160*time.Millisecond {
+				t.Errorf("took %v", time.Since(began))
+			}
+		},
+		"cut": func(t *testing.T, p *proxied) {
+			conn := p.connection()
+			if err := p.cut(); err != nil {
+				t.Fatal(err)
+			}
+			wantClosed(t, conn)
+			if err := incr(p.client()); err != nil {
+				t.Errorf("a new connection: %v", err)
+			}
+		},
+		"retarget": func(t *testing.T, p *proxied) {
+			conn, other := p.connection(), testServer(t)
+			if err := p.retarget(other.addr); err != nil {
+				t.Fatal(err)
+			}
+			wantClosed(t, conn)
+			if err := incr(p.client()); err != nil || other.client.Get(t.Context(), "n").Val() != "1" {
+				t.Errorf("the other server: %v", err)
+			}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			p := newProxied(t)
+			test(t, p)
+			p.heal()
+			if err := incr(p.client()); err != nil {
+				t.Errorf("healed, and yet: %v", err)
+			}
+		})
+	}
+}
+
+// connection returns one that has been used.
+func (p *proxied) connection() net.Conn {
+	p.t.Helper()
+	conn := p.dial()
+	if _, err := conn.Read(make([]byte, 100)); err != nil {
+		p.t.Fatal(err)
+	}
+	return conn
+}
+
+// dial returns a connection on which a command is under way.
+func (p *proxied) dial() net.Conn {
+	p.t.Helper()
+	conn, err := net.Dial("tcp", p.addr)
+	if err != nil {
+		p.t.Fatal(err)
+	}
+	p.t.Cleanup(func() { conn.Close() })
+	if err := conn.SetDeadline(time.Now().Add(5 * time.Second)); err != nil {
+		p.t.Fatal(err)
+	}
+	if _, err := conn.Write([]byte("PING\r\n")); err != nil {
+		p.t.Fatal(err)
+	}
+	return conn
+}
+
+func wantClosed(t *testing.T, conn net.Conn) {
+	t.Helper()
+	if _, err := conn.Read(make([]byte, 100)); err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("%v, want a closed connection", err)
+	}
+}
+
+func wantReset(t *testing.T, p *proxied) {
+	t.Helper()
+	if _, err := p.dial().Read(make([]byte, 100)); !errors.Is(err, syscall.ECONNRESET) {
+		t.Errorf("%v, want a reset", err)
 	}
 }

@@ -12,13 +12,13 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"strconv"
 	"sync/atomic"
 	"syscall"
 	"time"
 
-	"example.com/redislock/faults/history"
-
 	"example.com/redislock"
+	"example.com/redislock/faults/history"
 	"github.com/hibiken/asynq"
 	"github.com/redis/go-redis/v9"
 )
@@ -30,9 +30,11 @@ type workerConfig struct {
 	Process  string // names its history
 	Dir      string
 	LockAddr string // through the worker's proxy
-	Queue    string // address of the queue's server
+	Queue    string // address of the queue's server, or of the proxy in front of it
 	Seed     uint64
-	Deaf     float64 // share of the long handlers that don't look at their context
+	Deaf     float64       // share of the long handlers that don't look at their context
+	Grace    time.Duration // of the locks
+	Linger   time.Duration // how long a few handlers go on at least, deaf; 0: none
 }
 
 const (
@@ -44,17 +46,61 @@ const (
 	patience        = time.Second            // of Locker.Shutdown
 )
 
-// kinds are the task types. Each has a Locker with options of its own, and all share the work.
-var kinds = []struct {
-	name    string
-	share   int // of the keys
-	doneFor time.Duration
-	opts    []redislock.Option
-}{
-	{"retry", 3, 0, []redislock.Option{redislock.WithPolicy(redislock.Retry(0))}},
-	{"wait", 2, 0, []redislock.Option{redislock.WithPolicy(redislock.Wait(300 * time.Millisecond))}},
-	{"skip", 2, 0, nil},
-	{"once", 1, doneFor, []redislock.Option{redislock.WithDoneFor(doneFor)}},
+const lockPrefix = "redislock:"
+
+// kind is a task type. Each has a Locker with options of its own, and all share the work.
+type kind struct {
+	name     string
+	share    int // of the keys
+	doneFor  time.Duration
+	twice    bool // the middleware is mounted around itself
+	failOpen bool
+	opts     []redislock.Option
+}
+
+var kinds = []kind{
+	{name: "retry", share: 3, opts: []redislock.Option{redislock.WithPolicy(redislock.Retry(0))}},
+	{name: "wait", share: 2, opts: []redislock.Option{redislock.WithPolicy(redislock.Wait(300 * time.Millisecond))}},
+	{name: "skip", share: 2},
+	{name: "once", share: 1, doneFor: doneFor, opts: []redislock.Option{redislock.WithDoneFor(doneFor)}},
+	{name: "archive", share: 1, opts: []redislock.Option{redislock.WithPolicy(redislock.Archive())}},
+	{name: "func", share: 1, opts: []redislock.Option{redislock.WithPolicy(redislock.PolicyFunc(decide))}},
+	{name: "nested", share: 1, twice: true, opts: []redislock.Option{redislock.WithPolicy(redislock.Retry(0))}},
+	{name: "fenced", share: 1, opts: []redislock.Option{redislock.WithPolicy(redislock.Retry(0)), redislock.WithFencing()}},
+	{name: "open", share: 1, failOpen: true, opts: []redislock.Option{redislock.WithPolicy(redislock.Retry(0)), redislock.WithFailOpen()}},
+}
+
+// choice is what decide does with a task, 0 to 3. A task gets the same wherever it is.
+func choice(task string) uint64 { return hash(task) % 4 }
+
+// decide is the function of PolicyFunc.
+func decide(ctx context.Context, _ *asynq.Task, held *redislock.HeldError) error {
+	id, _ := asynq.GetTaskID(ctx)
+	return decideFor(id, held)
+}
+
+func decideFor(task string, held *redislock.HeldError) error {
+	switch choice(task) {
+	case 0:
+		return nil
+	case 1:
+		return held
+	case 2:
+		return fmt.Errorf("not worth another try: %w", asynq.SkipRetry)
+	default:
+		return errors.New("an ordinary failure")
+	}
+}
+
+// mayDrop tells which tasks a policy drops.
+func mayDrop(taskType, task string) bool {
+	return taskType == "skip" || taskType == "func" && choice(task) == 0
+}
+
+func hash(text string) uint64 {
+	h := fnv.New64a()
+	io.WriteString(h, text)
+	return h.Sum64()
 }
 
 // kindOfKey spreads the kinds over the numbers of the keys.
@@ -80,9 +126,7 @@ type manner struct {
 }
 
 func mannerOf(seed uint64, task string, deaf float64) manner {
-	h := fnv.New64a()
-	io.WriteString(h, task)
-	r := rand.New(rand.NewPCG(seed, h.Sum64()))
+	r := rand.New(rand.NewPCG(seed, hash(task)))
 	m := manner{takes: time.Duration(1+r.IntN(50)) * time.Millisecond}
 	if r.Float64() < 0.04 {
 		m.takes = ttl + time.Duration(r.IntN(1500))*time.Millisecond
@@ -119,7 +163,7 @@ func runWorker(config string) error {
 	if w.history, err = history.Create(w.Dir, w.Process); err != nil {
 		return err
 	}
-	go w.watchStalls()
+	go watchStalls(context.Background(), w.history) // until the process is gone
 
 	rdb := redis.NewClient(&redis.Options{Addr: w.LockAddr})
 	defer rdb.Close()
@@ -128,17 +172,21 @@ func runWorker(config string) error {
 	mux.Use(w.see)
 	var lockers []*redislock.Locker
 	for _, k := range kinds {
-		locker, err := redislock.New(rdb, append(k.opts, redislock.WithTypes(k.name), redislock.WithTTL(ttl), redislock.WithGracePeriod(grace),
+		locker, err := redislock.New(rdb, append(k.opts, redislock.WithTypes(k.name), redislock.WithTTL(ttl), redislock.WithGracePeriod(w.Grace),
 			redislock.WithObserver(w.observe), redislock.WithLogger(slog.New(slog.DiscardHandler)))...)
 		if err != nil {
 			return err
 		}
-		mux.Use(locker.Middleware)
 		lockers = append(lockers, locker)
-		mux.HandleFunc(k.name, func(ctx context.Context, task *asynq.Task) error { return w.work(ctx, k.doneFor) })
+		var handler asynq.Handler = asynq.HandlerFunc(func(ctx context.Context, task *asynq.Task) error { return w.work(ctx, task, k, locker) })
+		if k.twice {
+			handler = w.see(locker.Middleware(handler))
+		}
+		mux.Use(locker.Middleware)
+		mux.Handle(k.name, handler)
 	}
 	srv := asynq.NewServer(asynq.RedisClientOpt{Addr: w.Queue}, redislock.ServerConfig(asynq.Config{
-		Concurrency:              8,
+		Concurrency:              16,
 		TaskCheckInterval:        50 * time.Millisecond,
 		DelayedTaskCheckInterval: 200 * time.Millisecond,
 		ShutdownTimeout:          shutdownTimeout,
@@ -165,18 +213,19 @@ func runWorker(config string) error {
 	return nil
 }
 
-// see stands outside of the lock's middleware and numbers the deliveries, to balance the books by.
+// see stands outside of a lock's middleware and numbers the deliveries, to balance the books by.
 func (w *worker) see(next asynq.Handler) asynq.Handler {
 	return asynq.HandlerFunc(func(ctx context.Context, task *asynq.Task) error {
 		n := w.deliveries.Add(1)
 		id, _ := asynq.GetTaskID(ctx)
-		w.history.Add(history.Record{Kind: history.KindSeen, Delivery: n, Task: id})
+		outer, _ := ctx.Value(deliveryKey{}).(int64)
+		w.history.Add(history.Record{Kind: history.KindSeen, Delivery: n, Outer: outer, Task: id})
 		return next.ProcessTask(context.WithValue(ctx, deliveryKey{}, n), task)
 	})
 }
 
 func (w *worker) observe(ctx context.Context, e redislock.Event) {
-	r := history.Record{Kind: string(e.Kind), Task: e.TaskID, Key: e.Key, Holder: e.Holder.TaskID}
+	r := history.Record{Kind: string(e.Kind), Task: e.TaskID, Type: e.TaskType, Key: e.Key, Holder: e.Holder.TaskID, Unlocked: e.Unlocked}
 	r.Delivery, _ = ctx.Value(deliveryKey{}).(int64)
 	if e.Err != nil {
 		r.Err = e.Err.Error()
@@ -185,24 +234,27 @@ func (w *worker) observe(ctx context.Context, e redislock.Event) {
 }
 
 // work is the handler: a critical section that does not trust the lock.
-func (w *worker) work(ctx context.Context, doneFor time.Duration) (err error) {
-	lock, ok := redislock.FromContext(ctx)
-	if !ok {
-		return errors.New("runs without a lock")
+func (w *worker) work(ctx context.Context, task *asynq.Task, k kind, locker *redislock.Locker) (err error) {
+	key, fence, err := lockOf(ctx, task, k, locker)
+	if err != nil {
+		return err
 	}
 	id, _ := asynq.GetTaskID(ctx)
 	retried, _ := asynq.GetRetryCount(ctx)
 	n, _ := ctx.Value(deliveryKey{}).(int64)
 	m := mannerOf(w.Seed, id, w.Deaf)
+	if w.Linger > 0 && hash(id)%8 == 0 {
+		m.deaf, m.takes = true, w.Linger+5*time.Second+m.takes
+	}
 
-	file, err := os.OpenFile(filepath.Join(w.Dir, "flock", lock.Key()), os.O_CREATE|os.O_RDWR, 0o600)
+	file, err := os.OpenFile(filepath.Join(w.Dir, "flock", key), os.O_CREATE|os.O_RDWR, 0o600)
 	if err != nil {
 		return err
 	}
 	defer file.Close() // frees the file lock, as the end of the process does
 	clash := syscall.Flock(int(file.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) != nil
 
-	r := history.Record{Delivery: n, Task: id, Key: lock.Key(), Deaf: m.deaf, DoneFor: int64(doneFor)}
+	r := history.Record{Delivery: n, Task: id, Key: key, Deaf: m.deaf, DoneFor: int64(k.doneFor), Unlocked: fence == noLock, Fence: max(fence, 0)}
 	enter := r
 	enter.Kind, enter.Clash = history.KindEnter, clash
 	w.history.Add(enter)
@@ -218,6 +270,16 @@ func (w *worker) work(ctx context.Context, doneFor time.Duration) (err error) {
 		w.history.Add(r)
 	}()
 
+	if r.Fence > 0 { // so that older holders are refused from now on
+		if err := w.write(r); err != nil {
+			return err
+		}
+		defer func() { // late, if need be
+			if err == nil {
+				err = w.write(r)
+			}
+		}()
+	}
 	timer := time.NewTimer(m.takes)
 	defer timer.Stop()
 	end := ctx.Done()
@@ -239,18 +301,62 @@ func (w *worker) work(ctx context.Context, doneFor time.Duration) (err error) {
 	return nil
 }
 
+// noLock stands for the number of a handler that runs without a lock.
+const noLock = -1
+
+// lockOf returns the key of the lock that the task runs under, or would run under, and its number: 0 without fencing.
+func lockOf(ctx context.Context, task *asynq.Task, k kind, locker *redislock.Locker) (key string, fence int64, err error) {
+	lock, ok := redislock.FromContext(ctx)
+	switch {
+	case ok:
+		fence, _ := lock.Fence()
+		return lock.Key(), fence, nil
+	case !k.failOpen:
+		return "", 0, errors.New("runs without a lock")
+	}
+	name, err := locker.Name(ctx, task)
+	return lockPrefix + "{" + name + "}", noLock, err
+}
+
+// write writes to what the lock guards: a file that refuses a lower number than it has.
+func (w *worker) write(r history.Record) error {
+	file, err := os.OpenFile(filepath.Join(w.Dir, "fenced", r.Key), os.O_CREATE|os.O_RDWR, 0o600)
+	if err != nil {
+		return err
+	}
+	defer file.Close()
+	if err := syscall.Flock(int(file.Fd()), syscall.LOCK_EX); err != nil {
+		return err
+	}
+	text, err := io.ReadAll(file)
+	if err != nil {
+		return err
+	}
+	last, _ := strconv.ParseInt(string(text), 10, 64) // a new file has none
+	r.Kind = history.KindWrite
+	if r.Fence < last {
+		r.Err = "a later holder has written"
+	} else if _, err := file.WriteAt(fmt.Appendf(nil, "%019d", r.Fence), 0); err != nil {
+		return err
+	}
+	w.history.Add(r)
+	if r.Err != "" {
+		return errors.New(r.Err)
+	}
+	return nil
+}
+
 const (
 	stallTick = 10 * time.Millisecond
 	stallMin  = 40 * time.Millisecond
 )
 
 // watchStalls notes when this process did not get to run. A lock's promise is about clocks and timers that do.
-func (w *worker) watchStalls() {
-	for last := history.Now(); ; {
-		time.Sleep(stallTick)
+func watchStalls(ctx context.Context, h *history.Writer) {
+	for last := history.Now(); sleep(ctx, stallTick); {
 		t := history.Now()
 		if t-last > int64(stallTick+stallMin) {
-			w.history.Add(history.Record{Kind: history.KindStall, T: last, Until: t})
+			h.Add(history.Record{Kind: history.KindStall, T: last, Until: t})
 		}
 		last = t
 	}

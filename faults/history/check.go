@@ -18,25 +18,33 @@ type Violation struct {
 
 // The kinds of violations.
 const (
-	BadOverlap  = "overlap"        // two handlers of one key at once, and nothing that excuses it
-	BadNotice   = "late notice"    // a holder learned too late that its lock is lost
-	BadTask     = "lost task"      // neither done, nor dropped by the rules, nor in the queue
-	BadArchive  = "no reason"      // archived, and nobody says why
-	BadSkip     = "skipped itself" // dropped as a duplicate of its own earlier run
-	BadMarker   = "false marker"   // dropped as done though the work was not done
-	BadTwice    = "done twice"     // run again while its done marker had to stand
-	BadTTL      = "immortal key"   // a lock key without a TTL, or with more than it may have
-	BadLeftover = "leftover key"   // a lock key that outlived its holder by more than a TTL
-	BadBooks    = "books"          // outcomes or locks that are not balanced
-	BadHistory  = "rig"            // the history itself does not make sense
+	BadOverlap  = "overlap"          // two handlers of one key at once, and nothing that excuses it
+	BadNotice   = "late notice"      // a holder learned too late that its lock is lost
+	BadTask     = "lost task"        // neither done, nor dropped by the rules, nor in the queue
+	BadArchive  = "no reason"        // archived, and nobody says why
+	BadDrop     = "dropped"          // dropped as a duplicate though its policy does not drop
+	BadSkip     = "skipped itself"   // dropped as a duplicate of its own earlier run
+	BadMarker   = "false marker"     // dropped as done though the work was not done
+	BadTwice    = "done twice"       // run again while its done marker had to stand
+	BadTTL      = "immortal key"     // a lock key without a TTL, or with more than it may have
+	BadLeftover = "leftover key"     // a lock key that outlived its holder by more than a TTL
+	BadLoss     = "lost for nothing" // a lock lost though nothing kept Redis from extending it
+	BadGrace    = "grace period"     // a lock kept too long for a handler that outlives its task, or not long enough
+	BadStart    = "late start"       // a handler that began when asynq had settled its task
+	BadModel    = "model"            // Redis did for a lock what no lock may ask for
+	BadStuck    = "stuck"            // tasks that nothing hinders and that are not done for a long time
+	BadBooks    = "books"            // outcomes or locks that are not balanced
+	BadHistory  = "rig"              // the history itself does not make sense
 )
 
 // What excuses an overlap or a second run. Each is counted and shown.
 const (
-	ExcuseLoss  = "data loss"       // Redis lost the lock
-	ExcusePause = "pause"           // the holder was stopped for longer than its lock was valid
-	ExcuseStall = "stall"           // the same, by a machine that was too busy: its own timers say so
-	ExcuseDeaf  = "ignored context" // the holder was told in time and went on
+	ExcuseLoss   = "data loss"       // Redis lost the lock
+	ExcusePause  = "pause"           // the holder was stopped for longer than its lock was valid
+	ExcuseStall  = "stall"           // the same, by a machine that was too busy: its own timers say so
+	ExcuseDeaf   = "ignored context" // the holder was told in time and went on
+	ExcuseKilled = "killed"          // the system had not let go yet of the file lock of a process that runs no more
+	ExcuseOpen   = "fail open"       // one of the two ran without a lock, as WithFailOpen lets it
 )
 
 // Findings are what a history says.
@@ -47,12 +55,18 @@ type Findings struct {
 	Queue      map[string]int // tasks that asynq still has, by state
 	Events     map[string]int // by kind, of the product
 	Faults     map[string]int // by fault
+	Unlocked   int            // handlers that ran without a lock (WithFailOpen)
+	Writes     int            // fenced writes that were accepted
+	Refused    int            // and refused, as they have to be
 	Killed     int            // processes
 	OpenBooks  int            // deliveries and locks that ended with their process
 	Excused    map[string]int // overlaps and second runs that the promises allow, by excuse
 	Longest    time.Duration  // the longest overlap that is excused
 	Violations []Violation
 }
+
+// Add adds a violation.
+func (f *Findings) Add(kind, format string, args ...any) { f.add(kind, format, args...) }
 
 func (f *Findings) add(kind, format string, args ...any) {
 	f.Violations = append(f.Violations, Violation{kind, fmt.Sprintf(format, args...)})
@@ -97,22 +111,34 @@ type delivery struct {
 	process  string
 	n        int64
 	task     string
+	outer    *delivery // of a middleware within another one
+	inner    *delivery
 	seen     int64
 	acquired []Record
 	ended    []Record
 	outcomes []Record
 	enter    *Record
 	exit     *Record
+	try      bool    // by Do or TryAcquire
+	arrival  *Record // what was known of the delivery when it was seen
+	taken    int64   // when asynq had settled the task or taken it back; 0 if it did not before the end
+	sets     []int64 // when Redis set the TTL of its lock
+}
+
+// passed reports whether the handler needs no lock of its own.
+func (d *delivery) passed() bool {
+	return slices.ContainsFunc(d.outcomes, func(o Record) bool { return o.Kind == string(redislock.EventPassed) })
 }
 
 type checker struct {
 	Findings
 	ttl        int64
 	slack      int64 // for timers and scheduling on a busy machine
+	mayDrop    func(taskType, task string) bool
 	deliveries map[deliveryID]*delivery
 	runs       map[string][]*run // by key, in the order of their locks
 	faults     []Record
-	losses     []Record            // those of the faults by which Redis forgets keys, in their order
+	losses     map[string][]Record // those of the faults by which Redis forgets a key, in their order; under "" all keys
 	stalls     map[string][]Record // by process
 	ends       map[string]Record   // the last word on a process
 	gone       map[string]int64    // when it had let go of its file locks
@@ -127,22 +153,14 @@ type deliveryID struct {
 type Terms struct {
 	TTL   time.Duration
 	Slack time.Duration // for timers and scheduling on a busy machine; little in virtual time
+	// MayDrop tells whether the policy lets a task be dropped as a duplicate. nil: any task may be.
+	MayDrop func(taskType, task string) bool
+	Exact   bool // the history is of virtual time, and no process dies: what follows from that is checked as well
 }
 
 // Check reads a whole history, in the order of its stamps.
 func Check(history []Record, terms Terms) Findings {
-	c := &checker{
-		Findings: Findings{
-			Queue: make(map[string]int), Events: make(map[string]int), Faults: make(map[string]int), Excused: make(map[string]int),
-		},
-		ttl:        int64(terms.TTL),
-		slack:      int64(terms.Slack),
-		deliveries: make(map[deliveryID]*delivery),
-		runs:       make(map[string][]*run),
-		stalls:     make(map[string][]Record),
-		ends:       make(map[string]Record),
-		gone:       make(map[string]int64),
-	}
+	c := newChecker(terms)
 	c.collect(history)
 	c.checkBooks()
 	c.checkTasks(history)
@@ -152,7 +170,28 @@ func Check(history []Record, terms Terms) Findings {
 		c.checkNotice(c.runs[key])
 		c.checkTwice(c.runs[key])
 	}
+	c.checkFences(history)
+	if terms.Exact {
+		c.checkExact(history)
+	}
 	return c.Findings
+}
+
+func newChecker(terms Terms) *checker {
+	return &checker{
+		Findings: Findings{
+			Queue: make(map[string]int), Events: make(map[string]int), Faults: make(map[string]int), Excused: make(map[string]int),
+		},
+		ttl:        int64(terms.TTL),
+		slack:      int64(terms.Slack),
+		mayDrop:    terms.MayDrop,
+		deliveries: make(map[deliveryID]*delivery),
+		runs:       make(map[string][]*run),
+		losses:     make(map[string][]Record),
+		stalls:     make(map[string][]Record),
+		ends:       make(map[string]Record),
+		gone:       make(map[string]int64),
+	}
 }
 
 func (c *checker) delivery(r Record) *delivery {
@@ -173,7 +212,23 @@ func (c *checker) collect(history []Record) {
 			if d.seen != 0 {
 				c.add(BadHistory, "%s/%d: seen twice", r.Process, r.Delivery)
 			}
-			d.seen = r.T
+			d.seen, d.arrival = r.T, &r
+			if r.Outer != 0 {
+				d.outer = c.delivery(Record{Process: r.Process, Delivery: r.Outer})
+				d.outer.inner = d
+			}
+		case KindTry:
+			d := c.delivery(r)
+			d.seen, d.arrival, d.try = r.T, &r, true
+		case KindTaken:
+			c.delivery(r).taken = r.T
+		case KindSet:
+			if r.Delivery != 0 {
+				d := c.delivery(r)
+				d.sets = append(d.sets, r.T)
+			}
+		case KindModel:
+			c.add(BadModel, "%s: %s", r.Key, r.Err)
 		case KindEnter:
 			c.delivery(r).enter = &r
 		case KindExit:
@@ -194,9 +249,8 @@ func (c *checker) collect(history []Record) {
 		case KindFault:
 			c.faults = append(c.faults, r)
 			c.Findings.Faults[r.Fault]++
-			switch r.Fault {
-			case FaultFlush, FaultLossy, FaultDelete, FaultSteal:
-				c.losses = append(c.losses, r)
+			if isLoss(r.Fault) || mayBeLoss(r.Fault) {
+				c.losses[r.Key] = append(c.losses[r.Key], r)
 			}
 		case KindImmortal:
 			c.add(BadTTL, "%s: %s", r.Key, r.Err)
@@ -204,7 +258,7 @@ func (c *checker) collect(history []Record) {
 			c.add(BadLeftover, "%s: %s", r.Key, r.Err)
 		case KindGone:
 			c.gone[r.Process] = r.T
-		case KindEnqueued, KindQueued:
+		case KindEnqueued, KindQueued, KindWrite:
 		default:
 			d := c.delivery(r)
 			c.Events[r.Kind]++
@@ -238,6 +292,7 @@ func (c *checker) checkBooks() {
 			c.add(BadHistory, "%s/%d: never seen", d.process, d.n)
 		case len(d.outcomes) > 1:
 			c.add(BadBooks, "%s/%d: task %s has %d outcomes", d.process, d.n, d.task, len(d.outcomes))
+		case d.try && len(d.outcomes) == 0:
 		case len(d.outcomes) == 0 && !killed && !impatient:
 			c.add(BadBooks, "%s/%d: task %s has no outcome", d.process, d.n, d.task)
 		case len(d.outcomes) == 0:
@@ -254,8 +309,9 @@ func (c *checker) checkBooks() {
 		ran := slices.ContainsFunc(d.outcomes, func(o Record) bool {
 			return o.Kind == string(redislock.EventRan) || o.Kind == string(redislock.EventPassed)
 		})
-		if len(d.outcomes) > 0 && ran != (d.exit != nil) {
-			c.add(BadBooks, "%s/%d: task %s: outcome %s, handler ran: %v", d.process, d.n, d.task, d.outcomes[0].Kind, d.exit != nil)
+		handled := d.exit != nil || d.inner != nil // the middleware within is the handler of the one around it
+		if len(d.outcomes) > 0 && ran != handled {
+			c.add(BadBooks, "%s/%d: task %s: outcome %s, handler ran: %v", d.process, d.n, d.task, d.outcomes[0].Kind, handled)
 		}
 	}
 }
@@ -281,12 +337,15 @@ func (c *checker) checkTasks(history []Record) {
 				if r.Holder == r.Task {
 					c.add(BadSkip, "task %s on %s", r.Task, r.Process)
 				}
+				if c.mayDrop != nil && !c.mayDrop(r.Type, r.Task) {
+					c.add(BadDrop, "task %s of type %q on %s", r.Task, r.Type, r.Process)
+				}
 			case redislock.EventDone:
 				if !succeeded[work{r.Key, r.Holder}] {
 					c.add(BadMarker, "task %s on %s: the marker of %q at %s, which has not succeeded", r.Task, r.Process, r.Holder, r.Key)
 				}
 			}
-			if r.Err == "" {
+			if r.Err == "" || redislock.EventKind(r.Kind) == redislock.EventSkipped { // a PolicyFunc may skip with asynq.RevokeTask
 				accounted[r.Task] = true
 			}
 		case KindQueued:
@@ -314,19 +373,32 @@ func (c *checker) gatherRuns() {
 			}
 			continue
 		}
+		if d.passed() && d.outer == nil {
+			continue // what it needs, if anything, is held further up the call chain
+		}
 		r := &run{Record: *d.enter, from: d.enter.T, to: c.ends[d.process].T}
 		r.holdsFileUntil = max(r.to, c.gone[d.process])
 		if d.exit != nil {
 			r.to, r.holdsFileUntil, r.succeeded = d.exit.T, d.exit.T, d.exit.Err == ""
+			if end, ok := c.stopped(r, r.to, r.to+int64(10*time.Millisecond), 0); ok { // before it had let go of the file lock
+				r.holdsFileUntil = end
+			}
 		}
-		if len(d.acquired) == 1 {
-			r.acquired = d.acquired[0].T
-			r.asked = max(d.seen, r.acquired-c.ttl/4) // a try that takes longer is given back
-		} else {
-			c.add(BadHistory, "%s/%d: a handler under %d locks", d.process, d.n, len(d.acquired))
+		holder := d // the delivery that has the lock
+		if d.outer != nil {
+			holder = d.outer
 		}
-		if len(d.ended) == 1 {
-			r.ended, r.endedAs, r.endErr = d.ended[0].T, redislock.EventKind(d.ended[0].Kind), d.ended[0].Err
+		switch {
+		case r.Unlocked: // and checkExact wants a reason
+			c.Unlocked++
+		case len(holder.acquired) == 1:
+			r.acquired = holder.acquired[0].T
+			r.asked = max(holder.seen, r.acquired-c.ttl/4) // a try that takes longer is given back
+		default:
+			c.add(BadHistory, "%s/%d: a handler under %d locks", d.process, d.n, len(holder.acquired))
+		}
+		if len(holder.ended) == 1 {
+			r.ended, r.endedAs, r.endErr = holder.ended[0].T, redislock.EventKind(holder.ended[0].Kind), holder.ended[0].Err
 		}
 		c.runs[r.Key] = append(c.runs[r.Key], r)
 	}
@@ -375,6 +447,17 @@ func (c *checker) checkOverlaps(runs []*run) {
 // judge finds what excuses that a was still at work at the time from, when b, which had the lock after it, was as well.
 func (c *checker) judge(a *run, from, to int64, b *run) {
 	excuse, late := c.excuse(a, from)
+	if excuse == "" && b.asked < a.acquired { // the replies may have come in another order than the lock was given
+		excuse, late = c.excuse(b, from)
+	}
+	if late > 0 { // of two that were given the lock around a failover, either may be the one that has lost it
+		if other, otherLate := c.excuse(b, from); other == excuse {
+			late = min(late, otherLate)
+		}
+	}
+	if a.Unlocked || b.Unlocked {
+		excuse, late = ExcuseOpen, 0
+	}
 	if excuse == "" {
 		c.add(BadOverlap, "%s, for %v: %v, and %v", a.Key, time.Duration(to-from), a, b)
 		return
@@ -389,12 +472,22 @@ func (c *checker) judge(a *run, from, to int64, b *run) {
 // excuse returns what allows run a to be at work still when another has its lock, and by how much a was told too late of a
 // pause of its own.
 func (c *checker) excuse(a *run, at int64) (excuse string, late int64) {
-	if _, ok := c.lossOf(a.Key, a.asked, at); ok {
+	if _, ok := c.lastLoss(a.Key, a.asked, at, isLoss); ok {
 		return ExcuseLoss, 0 // checkNotice looks at when it was told
+	}
+	perhaps, isPerhaps := c.lastLoss(a.Key, a.asked, at, mayBeLoss)
+	if isPerhaps {
+		late = max(a.told()-c.noticeDue(a, perhaps), 0)
+		if late == 0 || perhaps.Until-perhaps.T > c.ttl/2 { // with two primaries for so long, a may be the one that has not lost it
+			return ExcuseLoss, 0
+		}
 	}
 	lost := a.endedAs == redislock.EventLost || a.endedAs == redislock.EventAbandoned
 	if a.Deaf && lost && a.ended <= at {
 		return ExcuseDeaf, 0
+	}
+	if killed := c.ends[a.Process]; killed.Kind == KindKilled && killed.T <= at && at <= c.gone[a.Process] {
+		return ExcuseKilled, 0
 	}
 	if end, ok := c.paused(a.Process, max(a.acquired, at-c.slack), at, c.ttl/2); ok {
 		return ExcusePause, max(a.told()-end-c.slack, 0)
@@ -403,6 +496,9 @@ func (c *checker) excuse(a *run, at int64) (excuse string, late int64) {
 	// further.
 	if _, ok := c.stopped(a, max(a.acquired, at-c.ttl/20), at, c.ttl/10-int64(10*time.Millisecond)); ok {
 		return ExcuseStall, 0
+	}
+	if isPerhaps {
+		return ExcuseLoss, late // nothing else explains it
 	}
 	return "", 0
 }
@@ -414,15 +510,46 @@ const (
 	FaultDelete   = "delete key"
 	FaultSteal    = "steal key"
 	FaultLossy    = "kill redis without aof"
+	FaultPressure = "memory pressure" // and what it evicts
+	FaultEvict    = "key evicted"
+	FaultForward  = "clock forward" // and what that does to the keys
+	FaultLapse    = "key lapsed early"
+	FaultShorten  = "key lapses sooner"
+	FaultBackward = "clock backward"
+	FaultFailover = "failover" // to a replica that does not have the latest locks
 	FaultSwallow  = "swallow " // and the verb
 	FaultOneReply = "silent"
+	FaultQueue    = "queue: " // and what happens between asynq and its server
+	FaultOther    = "other: " // and what else is not in the way of a lock
 )
 
-// lossOf finds the last fault by which Redis forgot key between the two stamps.
+// RigProcess is the one that has the proxies and the servers. Its stalls keep Redis from all.
+const RigProcess = "rig"
+
+// isLoss reports whether a fault makes Redis forget its key, or all keys.
+func isLoss(fault string) bool {
+	switch fault {
+	case FaultFlush, FaultDelete, FaultSteal, FaultLossy, FaultEvict, FaultLapse:
+		return true
+	}
+	return false
+}
+
+// mayBeLoss reports whether a fault makes Redis forget its key, or some of the keys, unless the holder's next extension comes first.
+func mayBeLoss(fault string) bool { return fault == FaultFailover || fault == FaultShorten }
+
+// lossOf finds the last fault by which Redis forgot key, or may have, between the two stamps.
 func (c *checker) lossOf(key string, from, to int64) (loss Record, ok bool) {
-	for _, f := range c.losses {
-		if f.Until >= from && f.T <= to && (f.Key == "" || f.Key == key) {
-			loss, ok = f, true
+	return c.lastLoss(key, from, to, func(string) bool { return true })
+}
+
+// lastLoss is lossOf for some of the faults.
+func (c *checker) lastLoss(key string, from, to int64, is func(fault string) bool) (loss Record, ok bool) {
+	for _, losses := range [][]Record{c.losses[""], c.losses[key]} {
+		for _, f := range losses {
+			if f.Until >= from && f.T <= to && is(f.Fault) && (!ok || f.T >= loss.T) {
+				loss, ok = f, true
+			}
 		}
 	}
 	return loss, ok
@@ -433,21 +560,27 @@ func (c *checker) lossOf(key string, from, to int64) (loss Record, ok bool) {
 func (c *checker) checkNotice(runs []*run) {
 	for _, a := range runs {
 		told := a.told()
-		f, ok := c.lossOf(a.Key, a.acquired, told)
-		if !ok || f.T < a.acquired {
+		f, ok := c.lastLoss(a.Key, a.acquired, told, isLoss)
+		if !ok || f.T < a.acquired || a.Unlocked {
 			continue
 		}
-		due := f.Until + c.ttl/3 + c.slack
-		if !c.reachable(a, f.T, told) {
-			due = f.Until + c.ttl + c.slack
-		}
-		if end, stopped := c.stopped(a, f.T, told, c.ttl/20); stopped {
-			due = max(due, end+c.ttl/3+c.slack)
-		}
-		if told > due {
+		if due := c.noticeDue(a, f); told > due {
 			c.add(BadNotice, "%s: %v, %v too late of %s at %d", a.Key, a, time.Duration(told-due), f.Fault, f.T)
 		}
 	}
+}
+
+// noticeDue is when run a must know at the latest that its lock was lost by f.
+func (c *checker) noticeDue(a *run, f Record) int64 {
+	told := a.told()
+	due := f.Until + c.ttl/3 + c.slack
+	if !c.reachable(a, f.T, told) {
+		due = f.Until + c.ttl + c.slack
+	}
+	if end, stopped := c.stopped(a, f.T, told, c.ttl/20); stopped {
+		due = max(due, end+c.ttl/3+c.slack)
+	}
+	return due
 }
 
 // reachable reports whether nothing stood between the run's process and Redis.
@@ -457,8 +590,14 @@ func (c *checker) reachable(a *run, from, to int64) bool {
 			continue
 		}
 		switch {
-		case f.Fault == FaultPause, f.Fault == FaultFlush, f.Fault == FaultDelete, f.Fault == FaultSteal, f.Fault == FaultLossy:
+		case f.Fault == FaultPause, isLoss(f.Fault), mayBeLoss(f.Fault), f.Fault == FaultPressure, f.Fault == FaultForward, f.Fault == FaultBackward,
+			strings.HasPrefix(f.Fault, FaultQueue), strings.HasPrefix(f.Fault, FaultOther):
 		case f.Process == "" || processOn(f.Process, a.Process):
+			return false
+		}
+	}
+	for _, s := range c.stalls[RigProcess] { // through which everything goes
+		if s.T <= to && s.Until >= from-c.ttl {
 			return false
 		}
 	}

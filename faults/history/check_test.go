@@ -8,7 +8,7 @@ import (
 
 // The histories of these tests are made by hand. Times are in milliseconds, the TTL is a second.
 
-var terms = Terms{TTL: time.Second, Slack: 250 * time.Millisecond}
+var terms = Terms{TTL: time.Second, Slack: 250 * time.Millisecond, MayDrop: func(taskType, _ string) bool { return taskType != "retry" }}
 
 func ms(t int64) int64 { return t * int64(time.Millisecond) }
 
@@ -50,6 +50,33 @@ func fault(name, process, key string, from, to int64) []Record {
 
 func end(kind, process string, t int64, err string) []Record {
 	return []Record{{T: ms(t), Kind: kind, Process: process, Err: err}}
+}
+
+// nested is a turn whose middleware is mounted twice: delivery n has the lock, n+1 is within it.
+func nested(process string, n int64, task string, from, to int64) []Record {
+	records := turn(process, n, task, from, to)
+	for i := range records {
+		switch records[i].Kind {
+		case KindEnter, KindExit:
+			records[i].Delivery = n + 1
+		}
+	}
+	inner := Record{Process: process, Delivery: n + 1, Task: task, Key: "k"}
+	seen, passed := inner, inner
+	seen.T, seen.Kind, seen.Outer = ms(from)-1, KindSeen, n
+	passed.T, passed.Kind = ms(to)+1, "passed"
+	return append(records, seen, passed)
+}
+
+// unlocked is a turn of a handler that Redis has kept from its lock.
+func unlocked(process string, n int64, task string, from, to int64) []Record {
+	records := without(turn(process, n, task, from, to), "acquired", "released")
+	for i := range records {
+		if k := records[i].Kind; k == KindEnter || k == KindExit || k == "ran" {
+			records[i].Unlocked = true
+		}
+	}
+	return records
 }
 
 // set changes the records of a kind.
@@ -114,6 +141,10 @@ func TestCheck(t *testing.T) {
 			turn("w1-1", 1, "b", 300, 400), fault(FaultFlush, "", "", 200, 201), byes), excuse: ExcuseLoss},
 		"a loss before the reply to the acquire": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 300), KindSeen, func(r *Record) { r.T = ms(50) }),
 			turn("w1-1", 1, "b", 150, 200), fault(FaultFlush, "", "", 60, 61), byes), excuse: ExcuseLoss},
+		"a loss before the reply, which comes after the next holder's": {history: slices.Concat(turn("w0-1", 1, "a", 150, 250), fault(FaultDelete, "", "k", 100, 101),
+			set(turn("w1-1", 1, "b", 152, 200), KindSeen, func(r *Record) { r.T = ms(50) }), byes), excuse: ExcuseLoss},
+		"a loss before both": {history: slices.Concat(turn("w0-1", 1, "a", 150, 250), fault(FaultDelete, "", "k", 100, 101),
+			turn("w1-1", 1, "b", 152, 200), byes), bad: BadOverlap},
 		"told late of a loss": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 2000), "released", lostAt(1900)),
 			turn("w1-1", 1, "b", 300, 400), fault(FaultFlush, "", "", 200, 201), byes), excuse: ExcuseLoss, bad: BadNotice},
 		"never told of a theft": {history: slices.Concat(turn("w0-1", 1, "a", 100, 2000), fault(FaultSteal, "", "k", 200, 201), byes), bad: BadNotice},
@@ -132,6 +163,56 @@ func TestCheck(t *testing.T) {
 		"overlap of the deaf": {history: slices.Concat(set(set(turn("w0-1", 1, "a", 100, 2200), KindEnter, deaf), "released", lostAt(1000)),
 			turn("w1-1", 1, "b", 2000, 2100), byes), excuse: ExcuseDeaf},
 
+		"file lock of one that was paused between its exit and letting go": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 200), "released", lostAt(2199)),
+			set(turn("w1-1", 1, "b", 1500, 1600), KindEnter, func(r *Record) { r.Clash = true }), fault(FaultPause, "w0-1", "", 202, 2180), byes), excuse: ExcusePause},
+		"two are given the lock around a failover, and the second has lost it": {history: slices.Concat(turn("w0-1", 1, "a", 202, 2000),
+			turn("w1-1", 1, "b", 203, 250), fault(FaultFailover, "", "", 190, 220), byes), excuse: ExcuseLoss},
+		"overlap after an eviction": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 500), "released", lostAt(499)),
+			turn("w1-1", 1, "b", 300, 400), fault(FaultEvict, "", "k", 200, 210), fault(FaultPressure, "", "", 150, 600), byes), excuse: ExcuseLoss},
+		"overlap after the eviction of another key": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 500), "released", lostAt(499)),
+			turn("w1-1", 1, "b", 300, 400), fault(FaultEvict, "", "other", 200, 210), fault(FaultPressure, "", "", 150, 600), byes), bad: BadOverlap},
+		"never told of an eviction": {history: slices.Concat(turn("w0-1", 1, "a", 100, 2000), fault(FaultEvict, "", "k", 200, 210),
+			fault(FaultPressure, "", "", 150, 1900), byes), bad: BadNotice},
+		"overlap under a full memory": {history: slices.Concat(turn("w0-1", 1, "a", 100, 500), turn("w1-1", 1, "b", 300, 400),
+			fault("out of memory", "", "", 150, 600), byes), bad: BadOverlap},
+		"overlap with a read-only server": {history: slices.Concat(turn("w0-1", 1, "a", 100, 500), turn("w1-1", 1, "b", 300, 400),
+			fault("read-only replica", "", "", 150, 600), byes), bad: BadOverlap},
+		"overlap after a failover": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 500), "released", lostAt(499)),
+			turn("w1-1", 1, "b", 300, 400), fault(FaultFailover, "", "", 200, 210), byes), excuse: ExcuseLoss},
+		"told late of a failover": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 2000), "released", lostAt(1900)),
+			turn("w1-1", 1, "b", 300, 400), fault(FaultFailover, "", "", 200, 210), byes), excuse: ExcuseLoss, bad: BadNotice},
+		"a failover that takes long": {history: slices.Concat(turn("w0-1", 1, "a", 100, 3000),
+			turn("w1-1", 1, "b", 1300, 1400), fault(FaultFailover, "", "", 200, 1500), byes), excuse: ExcuseLoss},
+		"a failover to a replica that has the lock": {history: slices.Concat(turn("w0-1", 1, "a", 100, 2000), fault(FaultFailover, "", "", 200, 210), byes)},
+		"overlap after a jump forward": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 500), "released", lostAt(499)),
+			turn("w1-1", 1, "b", 300, 400), fault(FaultForward, "", "", 200, 210), fault(FaultLapse, "", "k", 200, 210), byes), excuse: ExcuseLoss},
+		"never told of a jump forward": {history: slices.Concat(turn("w0-1", 1, "a", 100, 2000), fault(FaultForward, "", "", 200, 210),
+			fault(FaultLapse, "", "k", 200, 210), byes), bad: BadNotice},
+		"a jump forward that makes another lock lapse": {history: slices.Concat(turn("w0-1", 1, "a", 100, 500), turn("w1-1", 1, "b", 300, 400),
+			fault(FaultForward, "", "", 200, 210), fault(FaultLapse, "", "other", 200, 210), byes), bad: BadOverlap},
+		"a shorter life, extended in time": {history: slices.Concat(turn("w0-1", 1, "a", 100, 2000), fault(FaultShorten, "", "k", 200, 210), byes)},
+		"a shorter life, extended in time, and deaf after another loss": {history: slices.Concat(
+			set(set(turn("w0-1", 1, "a", 100, 3000), KindEnter, deaf), "released", lostAt(2000)),
+			turn("w1-1", 1, "b", 2500, 2600), fault(FaultShorten, "", "k", 200, 210), fault("hang", "w0", "", 1000, 2400), byes), excuse: ExcuseDeaf},
+		"a shorter life, told late": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 2000), "released", lostAt(1900)),
+			turn("w1-1", 1, "b", 400, 500), fault(FaultShorten, "", "k", 200, 210), byes), excuse: ExcuseLoss, bad: BadNotice},
+		"overlap after a jump back": {history: slices.Concat(turn("w0-1", 1, "a", 100, 500), turn("w1-1", 1, "b", 300, 400),
+			fault(FaultBackward, "", "", 200, 210), byes), bad: BadOverlap},
+		"never told of a loss, with the queue's network cut": {history: slices.Concat(turn("w0-1", 1, "a", 100, 2000), fault(FaultDelete, "", "k", 200, 210),
+			fault(FaultQueue+"cut", "w0", "", 150, 2100), byes), bad: BadNotice},
+		"told by its deadline, the rig being slow": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 1101), "released", lostAt(1100)),
+			fault(FaultDelete, "", "k", 200, 201), []Record{{T: ms(300), Until: ms(700), Kind: KindStall, Process: RigProcess}}, byes)},
+		"redelivered when the lease has expired": {history: slices.Concat(turn("w0-1", 1, "a", 100, 500), unrun("w1-1", 1, "a", 300, "requeued", "a"),
+			turn("w1-1", 2, "a", 700, 800), fault(FaultQueue+"leases expired", "w2", "", 200, 201), byes)},
+		"nested": {history: slices.Concat(nested("w0-1", 1, "a", 100, 200), nested("w1-1", 1, "b", 203, 300), byes)},
+		"nested, and refused within": {history: slices.Concat(without(set(nested("w0-1", 1, "a", 100, 200), "passed", func(r *Record) { r.Kind = "refused" }),
+			KindEnter, KindExit), turn("w0-1", 3, "a", 300, 400), byes)},
+		"nested, and run twice at once": {history: slices.Concat(nested("w0-1", 1, "a", 100, 200), nested("w1-1", 1, "b", 150, 300), byes), bad: BadOverlap},
+		"unlocked":                      {history: slices.Concat(unlocked("w0-1", 1, "a", 100, 200), turn("w1-1", 1, "b", 150, 300), byes), excuse: ExcuseOpen},
+		"unlocked after a lock":         {history: slices.Concat(turn("w1-1", 1, "b", 150, 300), unlocked("w0-1", 1, "a", 200, 250), byes), excuse: ExcuseOpen},
+
+		"dropped against its policy": {history: slices.Concat(turn("w0-1", 1, "a", 100, 200),
+			set(unrun("w1-1", 1, "b", 150, "skipped", "a"), "skipped", func(r *Record) { r.Type = "retry" }), byes), bad: BadDrop},
 		"a task vanishes":      {history: slices.Concat(unrun("w0-1", 1, "a", 50, "requeued", "b"), byes), bad: BadTask},
 		"never delivered":      {history: slices.Concat(turn("w0-1", 1, "a", 100, 200)[:1], byes), bad: BadTask},
 		"failed and not kept":  {history: slices.Concat(set(set(turn("w0-1", 1, "a", 100, 200), KindExit, failed), "ran", failed), byes), bad: BadTask},
@@ -161,6 +242,14 @@ func TestCheck(t *testing.T) {
 			set(set(without(turn("w0-1", 1, "a", 100, 200), KindExit, "ran"), KindEnter, deaf), "released", lostAt(1000)), end(KindKilled, "w0-1", 1900, ""),
 			set(turn("w1-1", 1, "b", 1910, 2000), KindEnter, func(r *Record) { r.Clash = true }), end(KindGone, "w0-1", 1950, ""),
 			queued("a", "active", ""), byes[1:]), excuse: ExcuseDeaf},
+		"file lock of a process that takes its time to die": {history: slices.Concat(
+			without(turn("w0-1", 1, "a", 100, 200), KindExit, "released", "ran"), end(KindKilled, "w0-1", 150, ""),
+			set(turn("w1-1", 1, "b", 1110, 1200), KindEnter, func(r *Record) { r.Clash = true }), end(KindGone, "w0-1", 1150, ""),
+			queued("a", "active", ""), byes[1:]), excuse: ExcuseKilled},
+		"file lock of a process that was gone": {history: slices.Concat(
+			without(turn("w0-1", 1, "a", 100, 200), KindExit, "released", "ran"), end(KindKilled, "w0-1", 150, ""), end(KindGone, "w0-1", 1100, ""),
+			set(turn("w1-1", 1, "b", 1110, 1200), KindEnter, func(r *Record) { r.Clash = true }),
+			queued("a", "active", ""), byes[1:]), bad: BadOverlap},
 		"a release that takes longer than the handler, after a loss": {history: slices.Concat(set(turn("w0-1", 1, "a", 100, 210), "released",
 			func(r *Record) { r.T = ms(2000) }), fault(FaultLossy, "", "", 200, 201), byes)},
 		"ran without a handler":       {history: slices.Concat(without(turn("w0-1", 1, "a", 100, 200), KindEnter, KindExit), byes), bad: BadBooks},

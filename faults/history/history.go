@@ -21,15 +21,21 @@ type Record struct {
 	Kind     string `json:"kind"`
 	Process  string `json:"process,omitempty"` // the one that writes, or of the rig's records, the one they are about
 	Delivery int64  `json:"delivery,omitempty"`
+	Outer    int64  `json:"outer,omitempty"` // of a delivery that is seen a second time, within another middleware: the first one's number
 	Task     string `json:"task,omitempty"`
+	Type     string `json:"type,omitempty"` // of the task
 	Key      string `json:"key,omitempty"`
 	Holder   string `json:"holder,omitempty"` // the task that stands in the way, or left the marker
 	Fault    string `json:"fault,omitempty"`
-	Until    int64  `json:"until,omitempty"`    // of a fault or a stall: its end
+	Until    int64  `json:"until,omitempty"`    // of a fault or a stall: its end; of a delivery: the task's deadline
 	State    string `json:"state,omitempty"`    // of a task in the queue
 	DoneFor  int64  `json:"done_for,omitempty"` // ns
 	Clash    bool   `json:"clash,omitempty"`    // the file lock was taken
 	Deaf     bool   `json:"deaf,omitempty"`     // the handler does not look at its context
+	Unlocked bool   `json:"unlocked,omitempty"` // WithFailOpen lets the handler run without a lock
+	Grace    int64  `json:"grace,omitempty"`    // of a delivery, ns: WithGracePeriod
+	Archives bool   `json:"archives,omitempty"` // of a delivery: its policy may archive it
+	Fence    int64  `json:"fence,omitempty"`    // the number of the lock (WithFencing)
 	Err      string `json:"err,omitempty"`
 }
 
@@ -37,7 +43,10 @@ type Record struct {
 const (
 	KindEnqueued = "enqueued" // a task that asynq accepted
 	KindSeen     = "seen"     // a delivery reached the middleware
+	KindTry      = "try"      // Do or TryAcquire was called: a delivery without an outcome
+	KindTaken    = "taken"    // the context of a delivery ended: asynq has settled the task, or taken it back
 	KindEnter    = "enter"    // a handler is in its critical section from here
+	KindWrite    = "write"    // a handler writes to what its lock guards, which takes no lower number than before; Err when refused
 	KindExit     = "exit"     // to here at least; Err is its result
 	KindStall    = "stall"    // the process did not run from T to Until, by its own timers
 	KindBye      = "bye"      // the process ends in order; Err when handlers still ran
@@ -46,6 +55,8 @@ const (
 	KindGone     = "gone"     // Process has ended, and the system has let go of what it held
 	KindDied     = "died"     // Process ended without having been told to
 	KindQueued   = "queued"   // what the queue holds at the end; Err is the reason of an archived task
+	KindSet      = "set"      // Redis has set the lock's TTL: it did an acquire or an extension
+	KindModel    = "model"    // Redis did for a lock what no lock may ask for; Err says what
 	KindImmortal = "immortal" // a lock key that has no TTL, or a longer one than it may have
 	KindLeftover = "leftover" // a lock key that outlived its processes by more than a TTL
 )
