@@ -11,12 +11,12 @@ import (
 
 func TestKindOfKey(t *testing.T) {
 	keys := make(map[string]int)
-	for key := range 120 {
+	for key := range 130 {
 		keys[kindOfKey(key)]++
 	}
 	for _, k := range kinds {
 		if keys[k.name] != 10*k.share {
-			t.Errorf("%s has %d of 120 keys, for a share of %d in 12", k.name, keys[k.name], k.share)
+			t.Errorf("%s has %d of 130 keys, for a share of %d in 13", k.name, keys[k.name], k.share)
 		}
 	}
 }

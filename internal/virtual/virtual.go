@@ -401,6 +401,28 @@ func (h *Host) ScheduleWith(how *asynq.SchedulerOpts, cronspec string, task *asy
 	return s
 }
 
+// Unwatched keeps the host's servers from telling Redis every 5 s who they are and what they run, which only asynq's inspector
+// reads. In a world of many hours it is what most of the real time goes into. What keeps leases alive is still sent.
+func (h *Host) Unwatched() { h.queue.AddHook(unwatched{}) }
+
+type unwatched struct{ costly }
+
+func (unwatched) ProcessHook(next redis.ProcessHook) redis.ProcessHook {
+	return func(ctx context.Context, cmd redis.Cmder) error {
+		for _, arg := range cmd.Args() {
+			key, _ := arg.(string)
+			if key == "asynq:servers" || key == "asynq:workers" || strings.HasPrefix(key, "asynq:servers:{") {
+				return nil
+			}
+		}
+		return next(ctx, cmd)
+	}
+}
+
+func (unwatched) ProcessPipelineHook(next redis.ProcessPipelineHook) redis.ProcessPipelineHook {
+	return next
+}
+
 // Cut cuts both links: to the others, the host is dead.
 func (h *Host) Cut() { h.LockLink.Cut(); h.QueueLink.Cut() }
 
