@@ -11,8 +11,9 @@
 //
 // # What is promised
 //
-// While Redis keeps its data and no process is paused for longer than its lock's validity, two handlers of one key never
-// run at once, and no task is deleted without having run, except where the policy or a done marker says so. A handler is
+// While Redis keeps its data, no process is paused for longer than its lock's validity, and handlers return within a tenth of the
+// TTL once their lock is lost, two handlers of one key never run at once. No task is deleted without having run, except where
+// the policy or a done marker says so. A handler is
 // told when its lock is lost: its context ends with a cause that matches ErrLost, before Redis could have given the key to
 // somebody else if Redis is out of reach, and otherwise within a third of the TTL. A lock outlives a killed process by at
 // most one TTL.

@@ -68,15 +68,21 @@ func ExampleLock_Fence() {
 	write := func(ctx context.Context, db *sql.DB, id int, body string) error {
 		lock, ok := redislock.FromContext(ctx)
 		if !ok {
-			return errors.New("no lock, no number") // only with WithFailOpen
+			return errors.New("runs without a lock") // WithFailOpen, NoLock
 		}
-		fence, _ := lock.Fence()
+		fence, ok := lock.Fence()
+		if !ok {
+			return errors.New("the lock has no number")
+		}
 		result, err := db.ExecContext(ctx, `UPDATE report SET body = $1, fence = $2 WHERE id = $3 AND fence <= $2`, body, fence, id)
 		if err != nil {
 			return err
 		}
-		if n, err := result.RowsAffected(); err != nil || n == 0 {
-			return errors.Join(err, redislock.ErrLost) // a later holder has written
+		switch n, err := result.RowsAffected(); {
+		case err != nil:
+			return err
+		case n == 0: // a later holder has written, or there is no such row
+			return redislock.ErrLost
 		}
 		return nil
 	}

@@ -381,3 +381,30 @@ func TestOnRealServersALostReplyOfAFencedAcquireKeepsItsNumber(t *testing.T) {
 		b.want(t, "acquired=2 released=2")
 	})
 }
+
+// What a replica says, or a primary without its replicas, may be old: no reason to drop a task.
+func TestOnRealServersAFencedAcquireBelievesNobodyWhoMayBeBehind(t *testing.T) {
+	eachServer(t, func(t *testing.T, s *server) {
+		t.Parallel()
+		var b books
+		rdb := s.client(t)
+		for name, l := range map[string]*Locker{"plain": realLocker(t, rdb, &b), "fenced": realLocker(t, rdb, &b, WithFencing())} {
+			k := heldLock(t, l, name)
+			for _, in := range [][2][]any{
+				{{"CONFIG", "SET", "min-replicas-to-write", 1}, {"CONFIG", "SET", "min-replicas-to-write", 0}},
+				{{"REPLICAOF", "127.0.0.1", 1}, {"REPLICAOF", "NO", "ONE"}},
+			} {
+				if err := rdb.Do(t.Context(), in[0]...).Err(); err != nil {
+					t.Fatal(err)
+				}
+				if _, err := l.TryAcquire(t.Context(), name); !errors.Is(err, ErrUnavailable) {
+					t.Errorf("%s, after %v: error is %v, want ErrUnavailable", name, in[0], err)
+				}
+				if err := rdb.Do(t.Context(), in[1]...).Err(); err != nil {
+					t.Fatal(err)
+				}
+			}
+			_ = k.Release(t.Context())
+		}
+	})
+}

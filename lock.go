@@ -37,7 +37,7 @@ var (
 	doneScript    = redis.NewScript(doneSource)
 )
 
-// What the scripts answer.
+// What extend, release and done answer.
 const (
 	replyOurs    = 1
 	replyAnother = -1 // 0, from release and extend: nobody's

@@ -161,7 +161,8 @@ func WithDoneFor(d time.Duration) Option {
 // WithFencing gives each lock a number that is higher than that of every earlier lock of its key, for Lock.Fence: what a handler
 // writes to can then refuse a holder that was paused and is no longer the one. The number comes with the acquire, in the same
 // round trip: the last one plus 1, or Redis's time in microseconds if that is more, so that it grows on where Redis has lost
-// the counter. It is kept beside the lock for a day. A handler that WithFailOpen runs without a lock has none. Default: off.
+// the counter, unless its clock is behind the last number as well. The counter is a second key beside the lock, kept for a day after
+// the last acquire. A handler that WithFailOpen runs without a lock has none. Default: off.
 func WithFencing() Option {
 	return optionFunc(func(c *config) error {
 		c.fencing = true

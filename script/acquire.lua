@@ -2,7 +2,8 @@
 -- counter's lifetime in ms. Returns what is at the lock now and, if that is ours, our number.
 local value = redis.call('get', KEYS[1])
 if value and value ~= ARGV[1] then
-  return {value, false}
+  -- Told by SET, as without fencing, which fails where Redis takes no writes: what a replica says may be old.
+  return {redis.call('set', KEYS[1], ARGV[1], 'nx', 'get', 'px', ARGV[2]), false}
 end
 local fence = redis.call('get', KEYS[2]) or '0'
 if not string.find(fence, '^%d+$') then
