@@ -51,8 +51,7 @@ func (c *campaign) do(ctx context.Context, s step) error {
 	case faultLoseAcquire, faultLoseExtend, faultLoseRelease, faultHushAcquire, faultHushExtend, faultHushRelease:
 		_, verbName, _ := strings.Cut(s.fault, history.FaultSwallow)
 		w.proxy.hop.swallow(verb(verbName), strings.HasPrefix(s.fault, history.FaultOneReply))
-		c.note(history.Record{Fault: s.fault, Process: w.name, T: history.Now(), Until: history.Now() + int64(faultSwallowWindow)})
-		return nil
+		return nil // noteSwallowed tells of it
 	}
 	if t, ok := troubleOf(s); ok {
 		if strings.HasPrefix(s.fault, history.FaultQueue) {
@@ -83,6 +82,18 @@ func (c *campaign) note(f history.Record) {
 		f.Until = history.Now()
 	}
 	c.history.Add(f)
+}
+
+// noteSwallowed returns what the hop of a worker tells of the replies it has kept back.
+func (c *campaign) noteSwallowed(worker string) func(v verb, silent bool) {
+	return func(v verb, silent bool) {
+		f := history.Record{Fault: history.FaultSwallow + string(v), Process: worker, T: history.Now()}
+		if silent {
+			f.Fault = history.FaultOneReply + " " + f.Fault
+		}
+		f.Until = f.T + int64(faultSwallowWindow)
+		c.note(f)
+	}
 }
 
 // restart ends a worker and starts it again. asynq looks for leases that have expired when it starts; with faultLease, it finds
@@ -388,16 +399,20 @@ func (c *campaign) jump(ctx context.Context, s step) error {
 	by := time.Duration(s.pick * float64(2*ttl)).Truncate(time.Millisecond)
 	f := history.Record{Fault: s.fault, T: history.Now()}
 	if s.fault == history.FaultBackward {
-		defer func() { c.note(f) }()
-		return c.excess.add(by, func() error {
-			return jumpScript.Run(ctx, c.locks.Load().client, nil, -by.Milliseconds(), lockPrefix).Err()
-		})
+		by = -by
 	}
-	reply, err := jumpScript.Run(ctx, c.locks.Load().client, nil, by.Milliseconds(), lockPrefix).Slice()
+	var reply []any
+	err := c.excess.add(-by, func() (err error) {
+		reply, err = jumpScript.Run(ctx, c.locks.Load().client, nil, by.Milliseconds(), lockPrefix).Slice()
+		return err
+	})
 	if err != nil {
 		return err
 	}
 	c.note(f)
+	if by < 0 {
+		return nil
+	}
 	for i, kind := range []string{history.FaultLapse, history.FaultShorten} {
 		keys, _ := reply[i].([]any)
 		for _, key := range keys {
@@ -414,23 +429,23 @@ type excess struct {
 	until time.Time
 }
 
-// add does a jump back by d. Whoever asks meanwhile waits.
+// add does a jump back by d, or forward if d is negative, which takes back what others have added. Whoever asks meanwhile waits.
 func (e *excess) add(d time.Duration, jump func() error) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	err := jump()
-	if now := time.Now(); e.until.Before(now) {
-		e.until = now
-	}
-	e.until = e.until.Add(d)
+	e.until = time.Now().Add(max(e.left()+d, 0))
 	return err
 }
 
 func (e *excess) now() time.Duration {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	return max(time.Until(e.until), 0)
+	return e.left()
 }
+
+// left is called with e.mu held.
+func (e *excess) left() time.Duration { return max(time.Until(e.until), 0) }
 
 func configure(ctx context.Context, rdb *redis.Client, settings [][2]string) error {
 	for _, s := range settings {

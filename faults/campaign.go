@@ -5,9 +5,11 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -33,6 +35,7 @@ type params struct {
 	keys     int
 	rate     int  // tasks a second
 	short    bool // faults come more often
+	again    bool // nothing is run: the histories are there
 }
 
 // campaign runs workers under the faults of one class and keeps their histories.
@@ -92,11 +95,15 @@ func (c *campaign) run(ctx context.Context) (records []history.Record, err error
 	for i := range c.workers {
 		s := &slot{name: fmt.Sprint("w", i)}
 		c.slots = append(c.slots, s)
-		if s.proxy, err = newProxy(c.locks.Load().addr, c.class.swallows()); err != nil {
+		var swallowed func(verb, bool)
+		if c.class.swallows() {
+			swallowed = c.noteSwallowed(s.name)
+		}
+		if s.proxy, err = newProxy(c.locks.Load().addr, swallowed); err != nil {
 			return nil, err
 		}
 		if c.class.queue {
-			if s.queue, err = newProxy(c.queue.addr, false); err != nil {
+			if s.queue, err = newProxy(c.queue.addr, nil); err != nil {
 				return nil, err
 			}
 		}
@@ -207,6 +214,17 @@ func (c *campaign) checkEnough(f *history.Findings) {
 	if c.class.every > 0 && len(c.class.missing(f.Faults)) == len(c.class.missing(nil)) {
 		f.Add(history.BadHistory, "no fault was done")
 	}
+	if c.order.Unknown*20 > c.order.Pieces {
+		f.Add(history.BadHistory, "%d of %d pieces were given up by the model", c.order.Unknown, c.order.Pieces)
+	}
+	if c.class.every == 0 && f.Unlocked > 0 {
+		f.Add(history.BadHistory, "%d handlers ran without a lock though nothing was broken", f.Unlocked)
+	}
+	for _, excuse := range slices.Sorted(maps.Keys(f.Excused)) {
+		if !c.class.allows(excuse) {
+			f.Add(history.BadOverlap, "%d excused by %q, which the class does not allow", f.Excused[excuse], excuse)
+		}
+	}
 }
 
 // awaitEnough waits for the campaign's duration and its cycles, and until each fault was done.
@@ -247,7 +265,10 @@ func (c *campaign) startWorker(s *slot) error {
 	if err != nil {
 		return err
 	}
-	s.process, err = start(c.dir, []string{workerEnv + "=" + string(config)}, self)
+	p, err := start(c.dir, []string{workerEnv + "=" + string(config)}, self)
+	if err == nil {
+		s.process = p // or it stays the one that has ended
+	}
 	return err
 }
 
@@ -261,6 +282,9 @@ func (c *campaign) end(s *slot, force bool) {
 	if !force {
 		s.process.signal(syscall.SIGTERM)
 		if s.process.waitFor(shutdownTimeout + patience + 10*time.Second) {
+			if err := s.process.failed(syscall.SIGTERM); err != nil { // SIGTERM itself ends one that does not listen yet
+				c.history.Add(history.Record{Kind: history.KindDied, Process: s.current, Err: fmt.Sprintf("%v: %s", err, s.process.output.String())})
+			}
 			return
 		}
 	}
@@ -421,15 +445,17 @@ func (k lockKey) most() time.Duration {
 // watchKeys looks for keys that would never lapse, or not in time.
 func (c *campaign) watchKeys(ctx context.Context) {
 	for sleep(ctx, 100*time.Millisecond) {
-		began, excess := history.Now(), c.excess.now()
+		began := history.Now()
+		c.excess.mu.Lock() // no jump while it looks
+		excess := c.excess.left()
 		keys, err := c.lockKeys(ctx)
+		c.excess.mu.Unlock()
 		if now := history.Now(); now-began > int64(stallMin) { // Redis was slow, for whichever reason
 			c.history.Add(history.Record{Kind: history.KindStall, T: began, Until: now})
 		}
 		if err != nil {
 			continue // the server is down
 		}
-		excess = max(excess, c.excess.now())
 		for _, k := range keys {
 			// Redis answers -2 for a key that lapsed between the two commands, and go-redis leaves that in nanoseconds.
 			if k.ttl == -1 || k.ttl > k.most()+excess {

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"os"
 	"path/filepath"
 	"strings"
@@ -144,24 +145,49 @@ func TestExcess(t *testing.T) {
 	if d := e.now(); jumps != 2 || d <= time.Minute || d > 2*time.Minute {
 		t.Errorf("after %d jumps: %v", jumps, d)
 	}
+	for _, test := range []struct{ by, low, high time.Duration }{
+		{-30 * time.Second, time.Minute, 90 * time.Second},
+		{-time.Hour, 0, 0},                           // no credit for what jumps back later
+		{time.Minute, 30 * time.Second, time.Minute}, // no debt either
+	} {
+		if err := e.add(test.by, jump); err != nil {
+			t.Fatal(err)
+		}
+		if d := e.now(); d < test.low || d > test.high {
+			t.Errorf("after a jump by %v: %v", test.by, d)
+		}
+	}
+	failure := errors.New("down")
+	if err := e.add(time.Second, func() error { return failure }); err != failure {
+		t.Error(err)
+	}
 }
 
 func TestCheckEnough(t *testing.T) {
 	for name, test := range map[string]struct {
 		cycles int
 		done   map[string]int
+		excuse string
+		given  int // up, of 100 pieces
 		want   int
 	}{
-		"enough":            {100, map[string]int{faultCut: 1}, 0},
-		"too few cycles":    {99, map[string]int{faultCut: 1}, 1},
-		"another's fault":   {100, map[string]int{faultHang: 1}, 1},
-		"no fault, nothing": {0, nil, 2},
+		"enough":            {100, map[string]int{faultCut: 1}, history.ExcuseDeaf, 5, 0},
+		"too few cycles":    {99, map[string]int{faultCut: 1}, history.ExcuseStall, 0, 1},
+		"another's fault":   {100, map[string]int{faultHang: 1}, history.ExcuseKilled, 0, 1},
+		"no fault, nothing": {0, nil, history.ExcuseOpen, 0, 2},
+		"another's excuse":  {100, map[string]int{faultCut: 1}, history.ExcuseLoss, 0, 1},
+		"given up":          {100, map[string]int{faultCut: 1}, history.ExcuseDeaf, 6, 1},
 	} {
-		c := &campaign{class: class{every: time.Second, faults: []string{faultCut, faultRefuse}}, params: params{cycles: 100}}
-		f := history.Findings{Cycles: test.cycles, Faults: test.done}
+		c := &campaign{class: class{promise: allowDeaf, every: time.Second, faults: []string{faultCut, faultRefuse}}, params: params{cycles: 100}}
+		c.order.Pieces, c.order.Unknown = 100, test.given
+		f := history.Findings{Cycles: test.cycles, Faults: test.done, Unlocked: 1, Excused: map[string]int{test.excuse: 1}}
 		if c.checkEnough(&f); len(f.Violations) != test.want {
 			t.Errorf("%s: %v", name, f.Violations)
 		}
+	}
+	f := history.Findings{Cycles: 1, Unlocked: 1}
+	if (&campaign{class: class{promise: exclusive}}).checkEnough(&f); len(f.Violations) != 1 {
+		t.Errorf("without a lock, and without a fault: %v", f.Violations)
 	}
 }
 

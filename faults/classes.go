@@ -13,7 +13,7 @@ import (
 // class is a kind of trouble, and what the lock promises under it.
 type class struct {
 	name    string
-	promise string
+	promise promise
 	every   time.Duration // between two faults, on average; 0: none
 	faults  []string      // one of them each time
 	aof     bool          // the lock's server writes each change to disk
@@ -24,14 +24,26 @@ type class struct {
 	linger  time.Duration // how long handlers of the first worker may go on, deaf; 0: like all others
 }
 
+// promise is what a lock keeps to in a class, in words.
+type promise string
+
 const (
-	exclusive  = "no overlap"
-	allowLoss  = "overlap only after the loss, and the first is told within TTL/3"
-	allowPause = "overlap only by the paused process, until it is told"
-	allowDeaf  = "overlap only by a handler that was told and went on"
-	allowLapse = "overlap only after the jump made a lock lapse, and the first is told within TTL/3"
-	allowMixed = "overlap only after a loss or a pause, or by a handler that was told and went on"
+	exclusive  promise = "no overlap"
+	allowLoss  promise = "overlap only after the loss, and the first is told within TTL/3"
+	allowPause promise = "overlap only by the paused process, until it is told"
+	allowDeaf  promise = "overlap only by a handler that was told and went on"
+	allowLapse promise = "overlap only after the jump made a lock lapse, and the first is told within TTL/3"
+	allowMixed promise = "overlap only after a loss or a pause, or by a handler that was told and went on"
 )
+
+// excuses are those that a promise allows for an overlap, beside what may happen anywhere.
+var excuses = map[promise][]string{
+	allowLoss:  {history.ExcuseLoss},
+	allowPause: {history.ExcusePause},
+	allowDeaf:  {history.ExcuseDeaf},
+	allowLapse: {history.ExcuseLoss},
+	allowMixed: {history.ExcuseLoss, history.ExcusePause, history.ExcuseDeaf},
+}
 
 // The faults that only the campaign reads; the package history names the others.
 const (
@@ -48,7 +60,7 @@ const (
 	faultThrottle      = "throttle"
 	faultDurable       = "kill redis with aof"
 	faultDown          = "redis down"
-	faultScripts       = "script flush"
+	faultScripts       = history.FaultOther + "script flush"
 	faultClientPause   = "client pause"
 	faultFull          = "out of memory"
 	faultReadOnly      = "read-only replica"
@@ -109,6 +121,12 @@ const (
 	leaseStart = 5 * time.Second // the hang's, from the beginning of the campaign
 )
 
+// allows reports whether the class's promise lets an overlap be excused so.
+func (c class) allows(excuse string) bool {
+	anywhere := []string{history.ExcuseStall, history.ExcuseOpen, history.ExcuseKilled}
+	return slices.Contains(anywhere, excuse) || slices.Contains(excuses[c.promise], excuse)
+}
+
 // swallows reports whether the class needs a proxy that tells commands apart.
 func (c class) swallows() bool {
 	return slices.ContainsFunc(c.faults, func(fault string) bool { return strings.Contains(fault, history.FaultSwallow) })
@@ -139,7 +157,7 @@ func schedule(c class, seed uint64, workers int, duration time.Duration) (plan [
 		plan = append(plan, step{at: leaseStart, fault: history.FaultQueue + faultHang, lasts: leaseHang})
 	}
 	if c.every == 0 {
-		return nil
+		return plan
 	}
 	r := rand.New(rand.NewPCG(seed, 1))
 	between := func(low, high time.Duration) time.Duration { return low + time.Duration(r.Int64N(int64(high-low))) }

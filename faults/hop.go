@@ -12,15 +12,15 @@ import (
 // the protocol well enough to tell acquire, extend and release apart, which toxiproxy does not. Its methods are safe for
 // concurrent use.
 type hop struct {
-	addr     string
-	listener net.Listener
-	wg       sync.WaitGroup
+	addr      string
+	swallowed func(v verb, silent bool) // is told of each reply that is kept back
+	listener  net.Listener
+	wg        sync.WaitGroup
 
 	mu       sync.Mutex
 	target   string
 	links    map[*link]struct{} // nil once closed
 	swallows map[verb][]bool
-	swallowN int // replies swallowed so far
 }
 
 // verb is what a command does to a lock.
@@ -37,8 +37,9 @@ const (
 type link struct {
 	client, server net.Conn
 	pending        []byte // of a command that has not arrived in full
-	swallow        bool   // the next reply is not passed on, guarded by the hop's mutex
+	swallow        verb   // of the command whose reply is not passed on, guarded by the hop's mutex
 	silent         bool   // and the connection stays open
+	kept           bool   // that reply has come
 }
 
 func (l *link) close() {
@@ -46,8 +47,8 @@ func (l *link) close() {
 	l.server.Close()
 }
 
-func newHop(target string) (*hop, error) {
-	h := &hop{target: target, links: make(map[*link]struct{}), swallows: make(map[verb][]bool)}
+func newHop(target string, swallowed func(v verb, silent bool)) (*hop, error) {
+	h := &hop{target: target, swallowed: swallowed, links: make(map[*link]struct{}), swallows: make(map[verb][]bool)}
 	var err error
 	if h.listener, err = net.Listen("tcp", "127.0.0.1:0"); err != nil {
 		return nil, err
@@ -86,12 +87,6 @@ func (h *hop) swallow(v verb, silent bool) {
 	if len(h.swallows[v]) < 3 { // a worker without such commands must not save them up
 		h.swallows[v] = append(h.swallows[v], silent)
 	}
-}
-
-func (h *hop) swallowed() int {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	return h.swallowN
 }
 
 func (h *hop) accept() {
@@ -163,8 +158,8 @@ func (h *hop) request(l *link, data []byte) {
 		l.pending = rest
 		v := verbOf(args)
 		h.mu.Lock()
-		if s := h.swallows[v]; v != verbOther && len(s) > 0 {
-			l.swallow, l.silent = true, s[0]
+		if s := h.swallows[v]; v != verbOther && l.swallow == verbOther && len(s) > 0 {
+			l.swallow, l.silent = v, s[0]
 			h.swallows[v] = s[1:]
 		}
 		h.mu.Unlock()
@@ -174,12 +169,16 @@ func (h *hop) request(l *link, data []byte) {
 // keepReply reports whether the reply that has come must not be passed on.
 func (h *hop) keepReply(l *link) bool {
 	h.mu.Lock()
-	defer h.mu.Unlock()
-	if !l.swallow {
+	v, silent, first := l.swallow, l.silent, !l.kept
+	l.kept = v != verbOther
+	h.mu.Unlock()
+	if v == verbOther {
 		return false
 	}
-	h.swallowN++
-	if !l.silent {
+	if first {
+		h.swallowed(v, silent)
+	}
+	if !silent {
 		l.close()
 	}
 	return true // a silent connection stays silent: whatever came next would be taken for this reply

@@ -44,7 +44,6 @@ type settings struct {
 	root     string // of the histories
 	markdown string
 	parallel int
-	again    bool
 }
 
 func parseFlags() (s settings, err error) {
@@ -60,7 +59,7 @@ func parseFlags() (s settings, err error) {
 	flag.IntVar(&s.rate, "rate", 800, "tasks a second, as far as the workers keep up")
 	flag.Uint64Var(&s.seed, "seed", uint64(time.Now().UnixNano()), "replays the same schedule of faults and the same tasks")
 	flag.StringVar(&s.server, "server", "", "redis-server or valkey-server to run (default: redis-server in PATH)")
-	flag.StringVar(&s.root, "dir", "", "keep the histories here (default: a temporary directory, kept if there is a violation)")
+	flag.StringVar(&s.root, "dir", "", "keep the histories here (default: a temporary directory, kept if there is a violation or an error)")
 	flag.StringVar(&s.faults, "faults", "all", "classes, separated by commas: "+strings.Join(names, ", "))
 	flag.StringVar(&s.markdown, "markdown", "", "append a row of a table for each class to this file")
 	flag.IntVar(&s.parallel, "parallel", 1, "classes at a time")
@@ -123,6 +122,11 @@ func campaigns() error {
 	if err != nil {
 		return err
 	}
+	if s.again {
+		if chosen = s.kept(chosen); len(chosen) == 0 {
+			return fmt.Errorf("no histories in %s", s.root)
+		}
+	}
 	bad, err := s.runAll(ctx, chosen)
 	if err != nil {
 		return err
@@ -175,6 +179,16 @@ func (s *settings) runAll(ctx context.Context, chosen []class) (bad int, err err
 		bad += len(r.findings.Violations)
 	}
 	return bad, nil
+}
+
+// kept returns the classes that have left a directory.
+func (s *settings) kept(all []class) (chosen []class) {
+	for _, c := range all {
+		if _, err := os.Stat(filepath.Join(s.root, c.name)); err == nil {
+			chosen = append(chosen, c)
+		}
+	}
+	return chosen
 }
 
 // shorten leaves out the classes that take longer, and makes the others' faults more frequent.

@@ -67,6 +67,15 @@ func (p *process) ended() bool {
 	}
 }
 
+// failed says how the process ended, if neither in order nor by the signal s.
+func (p *process) failed(s syscall.Signal) error {
+	state := p.cmd.ProcessState
+	if status, ok := state.Sys().(syscall.WaitStatus); state.Success() || ok && status.Signaled() && status.Signal() == s {
+		return nil
+	}
+	return errors.New(state.String())
+}
+
 // server is a Redis server of our own on a loopback port. It keeps its address when it is started again.
 type server struct {
 	program string
@@ -93,7 +102,7 @@ func startServer(ctx context.Context, program, dir string, args ...string) (*ser
 	return s, err
 }
 
-// up starts the process and waits until it answers.
+// up starts the process and waits until it answers: it, and no stranger who has its port.
 func (s *server) up(ctx context.Context) error {
 	_, port, err := net.SplitHostPort(s.addr)
 	if err != nil {
@@ -105,7 +114,7 @@ func (s *server) up(ctx context.Context) error {
 		return err
 	}
 	for deadline := time.Now().Add(10 * time.Second); ; {
-		if err = s.client.Ping(ctx).Err(); err == nil {
+		if err = s.answers(ctx, p.cmd.Process.Pid); err == nil {
 			s.process = p
 			return nil
 		}
@@ -114,6 +123,18 @@ func (s *server) up(ctx context.Context) error {
 			return fmt.Errorf("start %s on %s: %w\n%s", s.program, s.addr, err, p.output.String())
 		}
 	}
+}
+
+// answers asks whether the process is ready, and is the one that answers at the address.
+func (s *server) answers(ctx context.Context, pid int) error {
+	if err := s.client.Ping(ctx).Err(); err != nil { // INFO answers while data is still being loaded
+		return err
+	}
+	info, err := s.client.Info(ctx, "server").Result()
+	if err == nil && !strings.Contains(info, fmt.Sprintf("\nprocess_id:%d\r\n", pid)) {
+		err = errors.New("another process answers there")
+	}
+	return err
 }
 
 // replicaOf makes the server the replica of another one of ours, or of none.

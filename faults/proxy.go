@@ -58,12 +58,12 @@ var toxiServer = sync.OnceValue(func() *toxiproxy.ApiServer {
 	return toxiproxy.NewServer(toxiproxy.NewMetricsContainer(nil), zerolog.Nop())
 })
 
-// newProxy starts a proxy in front of target, and one that can swallow replies if hopping.
-func newProxy(target string, hopping bool) (*proxy, error) {
+// newProxy starts a proxy in front of target, and unless swallowed is nil, one that can swallow replies and tells it of each.
+func newProxy(target string, swallowed func(v verb, silent bool)) (*proxy, error) {
 	p := &proxy{}
-	if hopping {
+	if swallowed != nil {
 		var err error
-		if p.hop, err = newHop(target); err != nil {
+		if p.hop, err = newHop(target, swallowed); err != nil {
 			return nil, err
 		}
 		target = p.hop.addr

@@ -32,7 +32,7 @@ type proxied struct {
 func newProxied(t *testing.T) *proxied {
 	t.Helper()
 	s := testServer(t)
-	p, err := newProxy(s.addr, false)
+	p, err := newProxy(s.addr, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -93,6 +93,19 @@ func wantTimeout(t *testing.T, err error) {
 	var timeout net.Error
 	if !errors.As(err, &timeout) || !timeout.Timeout() {
 		t.Errorf("%v, want a timeout", err)
+	}
+}
+
+// TestServerIsOurs wants no server that somebody else has started at the address.
+func TestServerIsOurs(t *testing.T) {
+	t.Parallel()
+	stranger := testServer(t)
+	s := &server{program: stranger.program, dir: t.TempDir(), addr: stranger.addr, client: stranger.client}
+	if err := s.up(t.Context()); err == nil || s.process != nil {
+		t.Errorf("%v, though another server answers there", err)
+	}
+	if err := stranger.client.Ping(t.Context()).Err(); err != nil {
+		t.Error("the other server:", err)
 	}
 }
 

@@ -44,7 +44,10 @@ func report(w io.Writer, c *campaign, f history.Findings) {
 		fmt.Fprintf(w, "  violations, %s: %d\n", kind, shown[kind])
 	}
 	if len(f.Violations) > 0 {
-		fmt.Fprintf(w, "  histories: %s\n  again: %s -server %s\n", c.dir, c.commandLine(), c.server)
+		fmt.Fprintf(w, "  histories: %s\n", c.dir)
+	}
+	if len(f.Violations) > 0 && !c.again {
+		fmt.Fprintf(w, "  again: %s -server %s\n", c.commandLine(), c.server)
 	}
 }
 
@@ -60,6 +63,9 @@ func unrun(events map[string]int) int {
 
 // commandLine runs the class again.
 func (c *campaign) commandLine() string {
+	if c.again { // a history does not say its seed
+		return "unknown"
+	}
 	text := fmt.Sprintf("go run . -faults %s -duration %v -drain %v -workers %d -keys %d -rate %d -seed %d",
 		c.class.name, c.duration, c.drain, c.workers, c.keys, c.rate, c.seed)
 	if c.cycles > 0 {

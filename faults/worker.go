@@ -55,6 +55,7 @@ type kind struct {
 	doneFor  time.Duration
 	twice    bool // the middleware is mounted around itself
 	failOpen bool
+	fenced   bool
 	opts     []redislock.Option
 }
 
@@ -66,7 +67,7 @@ var kinds = []kind{
 	{name: "archive", share: 1, opts: []redislock.Option{redislock.WithPolicy(redislock.Archive())}},
 	{name: "func", share: 1, opts: []redislock.Option{redislock.WithPolicy(redislock.PolicyFunc(decide))}},
 	{name: "nested", share: 1, twice: true, opts: []redislock.Option{redislock.WithPolicy(redislock.Retry(0))}},
-	{name: "fenced", share: 1, opts: []redislock.Option{redislock.WithPolicy(redislock.Retry(0)), redislock.WithFencing()}},
+	{name: "fenced", share: 1, fenced: true, opts: []redislock.Option{redislock.WithPolicy(redislock.Retry(0)), redislock.WithFencing()}},
 	{name: "open", share: 1, failOpen: true, opts: []redislock.Option{redislock.WithPolicy(redislock.Retry(0)), redislock.WithFailOpen()}},
 }
 
@@ -309,7 +310,10 @@ func lockOf(ctx context.Context, task *asynq.Task, k kind, locker *redislock.Loc
 	lock, ok := redislock.FromContext(ctx)
 	switch {
 	case ok:
-		fence, _ := lock.Fence()
+		fence, ok := lock.Fence()
+		if k.fenced && !ok {
+			return "", 0, errors.New("no fencing number")
+		}
 		return lock.Key(), fence, nil
 	case !k.failOpen:
 		return "", 0, errors.New("runs without a lock")

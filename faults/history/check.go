@@ -10,7 +10,7 @@ import (
 	"example.com/redislock"
 )
 
-// A violation breaks a promise of the lock.
+// Violation breaks a promise of the lock.
 type Violation struct {
 	Kind string
 	Text string
@@ -23,7 +23,7 @@ const (
 	BadTask     = "lost task"        // neither done, nor dropped by the rules, nor in the queue
 	BadArchive  = "no reason"        // archived, and nobody says why
 	BadDrop     = "dropped"          // dropped as a duplicate though its policy does not drop
-	BadSkip     = "skipped itself"   // dropped as a duplicate of its own earlier run
+	BadSkip     = "skipped itself"   // dropped as a duplicate of its own earlier run, or of nobody's
 	BadMarker   = "false marker"     // dropped as done though the work was not done
 	BadTwice    = "done twice"       // run again while its done marker had to stand
 	BadTTL      = "immortal key"     // a lock key without a TTL, or with more than it may have
@@ -66,12 +66,11 @@ type Findings struct {
 }
 
 // Add adds a violation.
-func (f *Findings) Add(kind, format string, args ...any) { f.add(kind, format, args...) }
-
-func (f *Findings) add(kind, format string, args ...any) {
+func (f *Findings) Add(kind, format string, args ...any) {
 	f.Violations = append(f.Violations, Violation{kind, fmt.Sprintf(format, args...)})
 }
 
+// Count counts the violations of a kind.
 func (f *Findings) Count(kind string) (n int) {
 	for _, v := range f.Violations {
 		if v.Kind == kind {
@@ -92,6 +91,7 @@ type run struct {
 	ended          int64
 	endedAs        redislock.EventKind
 	endErr         string
+	lapses         int64 // the key of a lock that is not released is there until then; 0 where it is unknown
 }
 
 func (r *run) String() string {
@@ -135,6 +135,7 @@ type checker struct {
 	ttl        int64
 	slack      int64 // for timers and scheduling on a busy machine
 	mayDrop    func(taskType, task string) bool
+	exact      bool
 	deliveries map[deliveryID]*delivery
 	runs       map[string][]*run // by key, in the order of their locks
 	faults     []Record
@@ -169,6 +170,14 @@ func Check(history []Record, terms Terms) Findings {
 		c.checkOverlaps(c.runs[key])
 		c.checkNotice(c.runs[key])
 		c.checkTwice(c.runs[key])
+		if !terms.Exact { // there a handler may hang in a call of its lock
+			c.checkObeyed(c.runs[key])
+		}
+	}
+	for _, d := range c.deliveries {
+		if d.enter != nil && d.enter.Unlocked && !d.passed() {
+			c.checkUnlocked(d)
+		}
 	}
 	c.checkFences(history)
 	if terms.Exact {
@@ -185,6 +194,7 @@ func newChecker(terms Terms) *checker {
 		ttl:        int64(terms.TTL),
 		slack:      int64(terms.Slack),
 		mayDrop:    terms.MayDrop,
+		exact:      terms.Exact,
 		deliveries: make(map[deliveryID]*delivery),
 		runs:       make(map[string][]*run),
 		losses:     make(map[string][]Record),
@@ -210,7 +220,7 @@ func (c *checker) collect(history []Record) {
 		case KindSeen:
 			d := c.delivery(r)
 			if d.seen != 0 {
-				c.add(BadHistory, "%s/%d: seen twice", r.Process, r.Delivery)
+				c.Add(BadHistory, "%s/%d: seen twice", r.Process, r.Delivery)
 			}
 			d.seen, d.arrival = r.T, &r
 			if r.Outer != 0 {
@@ -228,7 +238,7 @@ func (c *checker) collect(history []Record) {
 				d.sets = append(d.sets, r.T)
 			}
 		case KindModel:
-			c.add(BadModel, "%s: %s", r.Key, r.Err)
+			c.Add(BadModel, "%s: %s", r.Key, r.Err)
 		case KindEnter:
 			c.delivery(r).enter = &r
 		case KindExit:
@@ -244,7 +254,7 @@ func (c *checker) collect(history []Record) {
 			case KindKilled:
 				c.Killed++
 			case KindDied:
-				c.add(BadHistory, "%s ended without being told to: %s", r.Process, r.Err)
+				c.Add(BadHistory, "%s ended without being told to: %s", r.Process, r.Err)
 			}
 		case KindFault:
 			c.faults = append(c.faults, r)
@@ -253,29 +263,38 @@ func (c *checker) collect(history []Record) {
 				c.losses[r.Key] = append(c.losses[r.Key], r)
 			}
 		case KindImmortal:
-			c.add(BadTTL, "%s: %s", r.Key, r.Err)
+			c.Add(BadTTL, "%s: %s", r.Key, r.Err)
 		case KindLeftover:
-			c.add(BadLeftover, "%s: %s", r.Key, r.Err)
+			c.Add(BadLeftover, "%s: %s", r.Key, r.Err)
 		case KindGone:
 			c.gone[r.Process] = r.T
 		case KindEnqueued, KindQueued, KindWrite:
 		default:
 			d := c.delivery(r)
 			c.Events[r.Kind]++
-			switch redislock.EventKind(r.Kind) {
-			case redislock.EventAcquired:
+			switch kind := redislock.EventKind(r.Kind); {
+			case kind == redislock.EventAcquired:
 				d.acquired = append(d.acquired, r)
-			case redislock.EventReleased, redislock.EventLost, redislock.EventAbandoned:
+			case kind == redislock.EventReleased, kind == redislock.EventLost, kind == redislock.EventAbandoned:
 				d.ended = append(d.ended, r)
 				c.Cycles++
-			case redislock.EventRan, redislock.EventSkipped, redislock.EventDone, redislock.EventRequeued,
-				redislock.EventArchived, redislock.EventRefused, redislock.EventPassed:
+			case isOutcome(r.Kind):
 				d.outcomes = append(d.outcomes, r)
 			default:
-				c.add(BadHistory, "record of kind %q", r.Kind)
+				c.Add(BadHistory, "record of kind %q", r.Kind)
 			}
 		}
 	}
+}
+
+// isOutcome reports whether a record of the kind says how a delivery came out.
+func isOutcome(kind string) bool {
+	switch redislock.EventKind(kind) {
+	case redislock.EventRan, redislock.EventSkipped, redislock.EventDone, redislock.EventRequeued,
+		redislock.EventArchived, redislock.EventRefused, redislock.EventPassed:
+		return true
+	}
+	return false
 }
 
 // checkBooks wants one outcome for each delivery and one end for each lock. A process that was killed leaves open books,
@@ -287,22 +306,22 @@ func (c *checker) checkBooks() {
 		impatient := end.Kind == KindBye && end.Err != ""
 		switch {
 		case !known:
-			c.add(BadHistory, "%s has no end", d.process)
+			c.Add(BadHistory, "%s has no end", d.process)
 		case d.seen == 0:
-			c.add(BadHistory, "%s/%d: never seen", d.process, d.n)
+			c.Add(BadHistory, "%s/%d: never seen", d.process, d.n)
 		case len(d.outcomes) > 1:
-			c.add(BadBooks, "%s/%d: task %s has %d outcomes", d.process, d.n, d.task, len(d.outcomes))
+			c.Add(BadBooks, "%s/%d: task %s has %d outcomes", d.process, d.n, d.task, len(d.outcomes))
 		case d.try && len(d.outcomes) == 0:
-		case len(d.outcomes) == 0 && !killed && !impatient:
-			c.add(BadBooks, "%s/%d: task %s has no outcome", d.process, d.n, d.task)
+		case len(d.outcomes) == 0 && !killed && !(impatient && c.mayBeUnfinished(d, end.T)):
+			c.Add(BadBooks, "%s/%d: task %s has no outcome", d.process, d.n, d.task)
 		case len(d.outcomes) == 0:
 			c.OpenBooks++
 		}
 		switch {
 		case len(d.ended) > len(d.acquired):
-			c.add(BadBooks, "%s/%d: task %s: %d locks acquired, %d ended", d.process, d.n, d.task, len(d.acquired), len(d.ended))
+			c.Add(BadBooks, "%s/%d: task %s: %d locks acquired, %d ended", d.process, d.n, d.task, len(d.acquired), len(d.ended))
 		case len(d.ended) < len(d.acquired) && !killed && (!impatient || d.exit == nil):
-			c.add(BadBooks, "%s/%d: task %s: %d locks acquired, %d ended", d.process, d.n, d.task, len(d.acquired), len(d.ended))
+			c.Add(BadBooks, "%s/%d: task %s: %d locks acquired, %d ended", d.process, d.n, d.task, len(d.acquired), len(d.ended))
 		case len(d.ended) < len(d.acquired): // or Shutdown did not wait for the reply to a release
 			c.OpenBooks++
 		}
@@ -310,8 +329,36 @@ func (c *checker) checkBooks() {
 			return o.Kind == string(redislock.EventRan) || o.Kind == string(redislock.EventPassed)
 		})
 		handled := d.exit != nil || d.inner != nil // the middleware within is the handler of the one around it
+		if ran && d.exit != nil && d.exit.Err == "" && d.outcomes[0].Err != "" {
+			c.Add(BadBooks, "%s/%d: task %s succeeded, and asynq was told: %s", d.process, d.n, d.task, d.outcomes[0].Err)
+		}
 		if len(d.outcomes) > 0 && ran != handled {
-			c.add(BadBooks, "%s/%d: task %s: outcome %s, handler ran: %v", d.process, d.n, d.task, d.outcomes[0].Kind, handled)
+			c.Add(BadBooks, "%s/%d: task %s: outcome %s, handler ran: %v", d.process, d.n, d.task, d.outcomes[0].Kind, handled)
+		}
+	}
+	c.checkPatience()
+}
+
+// mayBeUnfinished reports whether a delivery without an outcome may have been under way at t: one that does not run ends with its
+// task, if Redis answers.
+func (c *checker) mayBeUnfinished(d *delivery, t int64) bool {
+	return d.enter != nil || d.inner != nil || d.seen > t-c.ttl-c.slack || !c.reachable(&run{Record: Record{Process: d.process}}, t, t)
+}
+
+// checkPatience wants each Shutdown that gave up to have had somebody to wait for.
+func (c *checker) checkPatience() {
+	busy := make(map[string]bool) // by process
+	for _, d := range c.deliveries {
+		just := c.ends[d.process].T - c.slack
+		late := func(r Record) bool { return r.T > just }
+		if len(d.outcomes) == 0 && !d.try || d.enter != nil && d.exit == nil || len(d.ended) < len(d.acquired) || d.exit != nil && late(*d.exit) ||
+			slices.ContainsFunc(d.outcomes, late) || slices.ContainsFunc(d.ended, late) {
+			busy[d.process] = true
+		}
+	}
+	for process, end := range c.ends {
+		if end.Kind == KindBye && end.Err != "" && !busy[process] && c.reachable(&run{Record: Record{Process: process}}, end.T, end.T) {
+			c.Add(BadBooks, "%s: Shutdown lost its patience with nobody: %s", process, end.Err)
 		}
 	}
 }
@@ -322,8 +369,22 @@ func (c *checker) checkTasks(history []Record) {
 	var enqueued []string
 	accounted := make(map[string]bool) // by task; a worker may have it before the producer has noted it
 	succeeded := make(map[work]bool)
+	seen := make(map[string]int)
+	last := make(map[string]redislock.EventKind) // outcome of each task
 	for _, r := range history {
+		if isOutcome(r.Kind) {
+			last[r.Task] = redislock.EventKind(r.Kind)
+		}
 		switch r.Kind {
+		case KindSeen:
+			if r.Outer == 0 {
+				seen[r.Task]++
+			}
+		case string(redislock.EventRequeued):
+			// A try whose task has ended may have got the lock, and then nobody waits for the reply.
+			if r.Holder == r.Task && seen[r.Task] == 1 && !strings.Contains(r.Err, "context ended") {
+				c.Add(BadSkip, "task %s held up by itself on %s, at its first delivery", r.Task, r.Process)
+			}
 		case KindEnqueued:
 			c.Enqueued++
 			enqueued = append(enqueued, r.Task)
@@ -334,15 +395,15 @@ func (c *checker) checkTasks(history []Record) {
 		case string(redislock.EventRan), string(redislock.EventPassed), string(redislock.EventSkipped), string(redislock.EventDone):
 			switch redislock.EventKind(r.Kind) {
 			case redislock.EventSkipped:
-				if r.Holder == r.Task {
-					c.add(BadSkip, "task %s on %s", r.Task, r.Process)
+				if r.Holder == r.Task || r.Holder == "" {
+					c.Add(BadSkip, "task %s on %s, for %q", r.Task, r.Process, r.Holder)
 				}
 				if c.mayDrop != nil && !c.mayDrop(r.Type, r.Task) {
-					c.add(BadDrop, "task %s of type %q on %s", r.Task, r.Type, r.Process)
+					c.Add(BadDrop, "task %s of type %q on %s", r.Task, r.Type, r.Process)
 				}
 			case redislock.EventDone:
 				if !succeeded[work{r.Key, r.Holder}] {
-					c.add(BadMarker, "task %s on %s: the marker of %q at %s, which has not succeeded", r.Task, r.Process, r.Holder, r.Key)
+					c.Add(BadMarker, "task %s on %s: the marker of %q at %s, which has not succeeded", r.Task, r.Process, r.Holder, r.Key)
 				}
 			}
 			if r.Err == "" || redislock.EventKind(r.Kind) == redislock.EventSkipped { // a PolicyFunc may skip with asynq.RevokeTask
@@ -350,8 +411,12 @@ func (c *checker) checkTasks(history []Record) {
 			}
 		case KindQueued:
 			c.Queue[r.State]++
-			if r.State == "archived" && r.Err == "" {
-				c.add(BadArchive, "task %s", r.Task)
+			switch {
+			case r.State != "archived":
+			case r.Err == "":
+				c.Add(BadArchive, "task %s", r.Task)
+			case last[r.Task] == redislock.EventRequeued && strings.Contains(r.Err, "redislock:"):
+				c.Add(BadArchive, "task %s was to be put back, and asynq archived it: %s", r.Task, r.Err)
 			}
 			accounted[r.Task] = true
 		}
@@ -359,7 +424,7 @@ func (c *checker) checkTasks(history []Record) {
 	slices.Sort(enqueued)
 	for _, task := range slices.Compact(enqueued) {
 		if !accounted[task] {
-			c.add(BadTask, "task %s", task)
+			c.Add(BadTask, "task %s", task)
 		}
 	}
 }
@@ -369,7 +434,7 @@ func (c *checker) gatherRuns() {
 	for _, d := range c.deliveries {
 		if d.enter == nil {
 			if d.exit != nil {
-				c.add(BadHistory, "%s/%d: an exit without an enter", d.process, d.n)
+				c.Add(BadHistory, "%s/%d: an exit without an enter", d.process, d.n)
 			}
 			continue
 		}
@@ -389,13 +454,19 @@ func (c *checker) gatherRuns() {
 			holder = d.outer
 		}
 		switch {
-		case r.Unlocked: // and checkExact wants a reason
+		case r.Unlocked: // and checkUnlocked wants a reason
 			c.Unlocked++
 		case len(holder.acquired) == 1:
 			r.acquired = holder.acquired[0].T
-			r.asked = max(holder.seen, r.acquired-c.ttl/4) // a try that takes longer is given back
+			r.asked = max(holder.seen, r.acquired-c.ttl/4)         // a try that takes longer is given back
+			if _, ok := c.stopped(r, r.asked, r.acquired, 0); ok { // before it said that it had the reply
+				r.asked = holder.seen
+			}
 		default:
-			c.add(BadHistory, "%s/%d: a handler under %d locks", d.process, d.n, len(holder.acquired))
+			c.Add(BadHistory, "%s/%d: a handler under %d locks", d.process, d.n, len(holder.acquired))
+		}
+		if len(holder.sets) > 0 {
+			r.lapses = slices.Max(holder.sets) + c.ttl
 		}
 		if len(holder.ended) == 1 {
 			r.ended, r.endedAs, r.endErr = holder.ended[0].T, redislock.EventKind(holder.ended[0].Kind), holder.ended[0].Err
@@ -433,7 +504,7 @@ func (c *checker) checkOverlaps(runs []*run) {
 			}
 		}
 		if a == nil {
-			c.add(BadHistory, "%s: task %s found the file lock taken, but by nobody known", b.Key, b.Task)
+			c.Add(BadHistory, "%s: task %s found the file lock taken, but by nobody known", b.Key, b.Task)
 			continue
 		}
 		first, second := a, b
@@ -446,12 +517,12 @@ func (c *checker) checkOverlaps(runs []*run) {
 
 // judge finds what excuses that a was still at work at the time from, when b, which had the lock after it, was as well.
 func (c *checker) judge(a *run, from, to int64, b *run) {
-	excuse, late := c.excuse(a, from)
+	excuse, late := c.excuse(a, from, b.acquired)
 	if excuse == "" && b.asked < a.acquired { // the replies may have come in another order than the lock was given
-		excuse, late = c.excuse(b, from)
+		excuse, late = c.excuse(b, from, a.acquired)
 	}
 	if late > 0 { // of two that were given the lock around a failover, either may be the one that has lost it
-		if other, otherLate := c.excuse(b, from); other == excuse {
+		if other, otherLate := c.excuse(b, from, a.acquired); other == excuse {
 			late = min(late, otherLate)
 		}
 	}
@@ -459,23 +530,24 @@ func (c *checker) judge(a *run, from, to int64, b *run) {
 		excuse, late = ExcuseOpen, 0
 	}
 	if excuse == "" {
-		c.add(BadOverlap, "%s, for %v: %v, and %v", a.Key, time.Duration(to-from), a, b)
+		c.Add(BadOverlap, "%s, for %v: %v, and %v", a.Key, time.Duration(to-from), a, b)
 		return
 	}
 	c.Excused[excuse]++
 	c.Longest = max(c.Longest, time.Duration(to-from))
 	if late > 0 {
-		c.add(BadNotice, "%s: %s of %s was told %v too late (%s)", a.Key, a.Task, a.Process, time.Duration(late), excuse)
+		c.Add(BadNotice, "%s: %s of %s was told %v too late (%s)", a.Key, a.Task, a.Process, time.Duration(late), excuse)
 	}
 }
 
-// excuse returns what allows run a to be at work still when another has its lock, and by how much a was told too late of a
-// pause of its own.
-func (c *checker) excuse(a *run, at int64) (excuse string, late int64) {
-	if _, ok := c.lastLoss(a.Key, a.asked, at, isLoss); ok {
+// excuse returns what allows run a to be at work still at a time when another has its lock, which it knew to have at given, and
+// by how much a was told too late of a pause of its own.
+func (c *checker) excuse(a *run, at, given int64) (excuse string, late int64) {
+	free := min(at, given) // by then a's key was
+	if _, ok := c.lastLoss(a.Key, a.asked, free, isLoss); ok {
 		return ExcuseLoss, 0 // checkNotice looks at when it was told
 	}
-	perhaps, isPerhaps := c.lastLoss(a.Key, a.asked, at, mayBeLoss)
+	perhaps, isPerhaps := c.lastLoss(a.Key, a.asked, free, mayBeLoss)
 	if isPerhaps {
 		late = max(a.told()-c.noticeDue(a, perhaps), 0)
 		if late == 0 || perhaps.Until-perhaps.T > c.ttl/2 { // with two primaries for so long, a may be the one that has not lost it
@@ -483,18 +555,19 @@ func (c *checker) excuse(a *run, at int64) (excuse string, late int64) {
 		}
 	}
 	lost := a.endedAs == redislock.EventLost || a.endedAs == redislock.EventAbandoned
-	if a.Deaf && lost && a.ended <= at {
+	lapsed := given >= a.asked+c.ttl-rounding // the others need its key to have done so
+	if a.Deaf && lost && lapsed && a.ended <= at && at >= a.lapses-c.slack {
 		return ExcuseDeaf, 0
 	}
 	if killed := c.ends[a.Process]; killed.Kind == KindKilled && killed.T <= at && at <= c.gone[a.Process] {
 		return ExcuseKilled, 0
 	}
-	if end, ok := c.paused(a.Process, max(a.acquired, at-c.slack), at, c.ttl/2); ok {
+	if end, ok := c.paused(a.Process, max(a.acquired, at-c.slack), at, c.ttl/2); ok && lapsed {
 		return ExcusePause, max(a.told()-end-c.slack, 0)
 	}
 	// A holder must stop a tenth of a TTL before its key lapses, so only a stall of about that, just before, can carry it
 	// further.
-	if _, ok := c.stopped(a, max(a.acquired, at-c.ttl/20), at, c.ttl/10-int64(10*time.Millisecond)); ok {
+	if _, ok := c.stopped(a, max(a.acquired, at-c.ttl/20), at, c.ttl/10-int64(10*time.Millisecond)); ok && lapsed {
 		return ExcuseStall, 0
 	}
 	if isPerhaps {
@@ -520,6 +593,7 @@ const (
 	FaultSwallow  = "swallow " // and the verb
 	FaultOneReply = "silent"
 	FaultQueue    = "queue: " // and what happens between asynq and its server
+	FaultRestart  = "restart" // of a worker, in order
 	FaultOther    = "other: " // and what else is not in the way of a lock
 )
 
@@ -555,18 +629,60 @@ func (c *checker) lastLoss(key string, from, to int64, is func(fault string) boo
 	return loss, ok
 }
 
+// firstLoss finds the first fault by which Redis surely forgot a key that was there at from.
+func (c *checker) firstLoss(key string, from, to int64) (loss Record, ok bool) {
+	for _, losses := range [][]Record{c.losses[""], c.losses[key]} {
+		for _, f := range losses {
+			if f.T >= from && f.T <= to && isLoss(f.Fault) && (!ok || f.T < loss.T) {
+				loss, ok = f, true
+			}
+		}
+	}
+	return loss, ok
+}
+
 // checkNotice wants each holder whose lock Redis forgot to know it by its next extension, or by its own deadline where
 // something stood between the two.
 func (c *checker) checkNotice(runs []*run) {
 	for _, a := range runs {
 		told := a.told()
-		f, ok := c.lastLoss(a.Key, a.acquired, told, isLoss)
-		if !ok || f.T < a.acquired || a.Unlocked {
+		f, ok := c.firstLoss(a.Key, a.acquired, told)
+		if !ok || a.Unlocked {
 			continue
 		}
 		if due := c.noticeDue(a, f); told > due {
-			c.add(BadNotice, "%s: %v, %v too late of %s at %d", a.Key, a, time.Duration(told-due), f.Fault, f.T)
+			c.Add(BadNotice, "%s: %v, %v too late of %s at %d", a.Key, a, time.Duration(told-due), f.Fault, f.T)
 		}
+	}
+}
+
+// checkObeyed wants each handler that looks at its context to end when its lock is told as lost.
+func (c *checker) checkObeyed(runs []*run) {
+	for _, a := range runs {
+		if a.Deaf || a.endedAs != redislock.EventLost || a.to <= a.ended+c.slack {
+			continue
+		}
+		if _, stopped := c.stopped(a, a.ended, a.to, c.ttl/20); !stopped {
+			c.Add(BadNotice, "%s: %v went on for %v after its lock was lost", a.Key, a, time.Duration(a.to-a.ended))
+		}
+	}
+}
+
+// checkUnlocked wants a handler without a lock to have neither got one, nor a reason to have got one.
+func (c *checker) checkUnlocked(d *delivery) {
+	if len(d.acquired) > 0 {
+		c.Add(BadBooks, "%s/%d: task %s runs unlocked, and has a lock", d.process, d.n, d.task)
+	}
+	r, from, to := &run{Record: *d.enter}, d.seen-c.ttl, d.enter.T
+	if !c.reachable(r, d.seen, to) {
+		return
+	}
+	_, stopped := c.stopped(r, from, to, 0)
+	troubled := slices.ContainsFunc(c.faults, func(f Record) bool { // a memory that is full refuses, and so may a new primary
+		return (f.Fault == FaultFailover || f.Fault == FaultPressure) && f.T <= to && f.Until >= from
+	})
+	if c.exact || !stopped && !troubled {
+		c.Add(BadLoss, "%s/%d: task %s runs unlocked, and Redis was there", d.process, d.n, d.task)
 	}
 }
 
@@ -575,7 +691,7 @@ func (c *checker) noticeDue(a *run, f Record) int64 {
 	told := a.told()
 	due := f.Until + c.ttl/3 + c.slack
 	if !c.reachable(a, f.T, told) {
-		due = f.Until + c.ttl + c.slack
+		due = f.Until + c.ttl - c.ttl/10 + c.slack
 	}
 	if end, stopped := c.stopped(a, f.T, told, c.ttl/20); stopped {
 		due = max(due, end+c.ttl/3+c.slack)
@@ -635,7 +751,6 @@ func (c *checker) stopped(a *run, from, to, least int64) (end int64, ok bool) {
 // checkTwice wants no run while the marker of an earlier one stands, that is from its confirmed release on until its time,
 // which began at the end of the run or later, is over.
 func (c *checker) checkTwice(runs []*run) {
-	const rounding = int64(5 * time.Millisecond)
 	for i, a := range runs {
 		if a.DoneFor == 0 || !a.succeeded || a.endedAs != redislock.EventReleased || a.endErr != "" {
 			continue // no marker was promised
@@ -648,7 +763,7 @@ func (c *checker) checkTwice(runs []*run) {
 				c.Excused[ExcuseLoss]++
 				continue
 			}
-			c.add(BadTwice, "%s: %s of %s was done at %d, and %s of %s ran %v later", a.Key, a.Task, a.Process, a.to, b.Task, b.Process, time.Duration(b.acquired-a.to))
+			c.Add(BadTwice, "%s: %s of %s was done at %d, and %s of %s ran %v later", a.Key, a.Task, a.Process, a.to, b.Task, b.Process, time.Duration(b.acquired-a.to))
 		}
 	}
 }

@@ -4,6 +4,8 @@ import (
 	"slices"
 	"testing"
 	"time"
+
+	"example.com/redislock"
 )
 
 // exactly is turn with what only a simulation knows: the deadline and the grace period, and when Redis set the lock's TTL.
@@ -31,6 +33,12 @@ func TestCheckExact(t *testing.T) {
 	}
 	taken := func(t int64) []Record {
 		return []Record{{T: ms(t), Kind: KindTaken, Process: "w0-1", Delivery: 1, Task: "a"}}
+	}
+	deaf := func(r *Record) { r.Deaf = true }
+	failed := func(r *Record) { r.Err = "failed" }
+	once := func(r *Record) { r.DoneFor = ms(2000) }
+	again := func(retried int) []Record {
+		return set(without(exactly("w1-1", 9, "a", 500, 600), KindEnqueued), KindSeen, func(r *Record) { r.Retried = retried })
 	}
 	unlocked := func(r *Record) { r.Unlocked = true }
 	open := func(from, to int64) []Record {
@@ -79,13 +87,28 @@ func TestCheckExact(t *testing.T) {
 		"archived by its policy": {history: slices.Concat(set(last(50, 60000, "b"), KindSeen, func(r *Record) { r.Archives = true }), byes)},
 		"archived by its policy for its own run": {history: slices.Concat(set(last(50, 60000, "a"), KindSeen, func(r *Record) { r.Archives = true }),
 			byes), bad: BadArchive},
-		"archived at its deadline":         {history: slices.Concat(last(9001, 10000, "b"), byes)},
-		"archived long before":             {history: slices.Concat(last(8000, 10000, "b"), byes), bad: BadArchive},
-		"to be put back, and archived":     {history: slices.Concat(unrun("w0-1", 1, "a", 50, "requeued", "b"), queued("a", "archived", "redislock: held"), byes), bad: BadArchive},
-		"put back, and archived by asynq":  {history: slices.Concat(unrun("w0-1", 1, "a", 50, "requeued", "b"), queued("a", "archived", "lease expired"), byes)},
-		"skipped for a holder":             {history: slices.Concat(exactly("w1-1", 1, "b", 10, 100), unrun("w0-1", 1, "a", 50, "skipped", "b"), byes)},
-		"skipped for nobody":               {history: slices.Concat(unrun("w0-1", 1, "a", 50, "skipped", ""), byes), bad: BadSkip},
-		"refused because of its own run":   {history: slices.Concat(unrun("w0-1", 1, "a", 50, "refused", "a"), queued("a", "retry", ""), byes), bad: BadSkip},
+		"archived at its deadline":          {history: slices.Concat(last(9001, 10000, "b"), byes)},
+		"archived long before":              {history: slices.Concat(last(8000, 10000, "b"), byes), bad: BadArchive},
+		"put back, and archived by asynq":   {history: slices.Concat(unrun("w0-1", 1, "a", 50, "requeued", "b"), queued("a", "archived", "lease expired"), byes)},
+		"skipped for a holder":              {history: slices.Concat(exactly("w1-1", 1, "b", 10, 100), unrun("w0-1", 1, "a", 50, "skipped", "b"), byes)},
+		"refused because of its own run":    {history: slices.Concat(unrun("w0-1", 1, "a", 50, "refused", "a"), queued("a", "retry", ""), byes), bad: BadSkip},
+		"succeeded, and told as a failure":  {history: slices.Concat(set(exactly("w0-1", 1, "a", 100, 200), "ran", failed), queued("a", "retry", "failed"), byes), bad: BadBooks},
+		"release not confirmed in a cut":    {history: slices.Concat(set(exactly("w0-1", 1, "a", 100, 200), "released", failed), fault("cut", "w0", "", 150, 300), byes)},
+		"release not confirmed for nothing": {history: slices.Concat(set(exactly("w0-1", 1, "a", 100, 200), "released", failed), byes), bad: BadLoss},
+		"refused for want of Redis": {history: slices.Concat(set(unrun("w0-1", 1, "a", 50, "refused", ""), "refused", func(r *Record) { r.Err = redislock.ErrUnavailable.Error() }),
+			queued("a", "retry", ""), byes), bad: BadBooks},
+		"held up by itself later":          {history: slices.Concat(exactly("w0-1", 1, "a", 10, 100), unrun("w1-1", 1, "a", 50, "requeued", "a"), byes)},
+		"put back, which counted":          {history: slices.Concat(unrun("w0-1", 1, "a", 50, "requeued", "b"), again(1), byes), bad: BadBooks},
+		"put back, which did not count":    {history: slices.Concat(unrun("w0-1", 1, "a", 50, "requeued", "b"), again(0), byes)},
+		"put back, with the queue cut off": {history: slices.Concat(unrun("w0-1", 1, "a", 50, "requeued", "b"), again(1), fault(FaultQueue+"cut", "w0", "", 40, 60), byes)},
+		"put back by a marker": {history: slices.Concat(set(exactly("w0-1", 1, "a", 100, 200), KindEnter, once), unrun("w1-1", 1, "b", 300, "requeued", "a"),
+			queued("b", "retry", ""), byes), bad: BadMarker},
+		"put back by a marker's last moment": {history: slices.Concat(set(exactly("w0-1", 1, "a", 100, 200), KindEnter, once), unrun("w1-1", 1, "b", 2199, "requeued", "a"),
+			queued("b", "retry", ""), byes)},
+		"deaf, and its key freed too early": {history: slices.Concat(set(abandoned(1000), KindEnter, deaf), end(KindBye, "w0-1", 1000, "handlers still run"),
+			exactly("w1-1", 1, "b", 1100, 1200), byes[1:]), bad: BadOverlap},
+		"deaf, and its key lapsed": {history: slices.Concat(set(abandoned(1000), KindEnter, deaf), end(KindBye, "w0-1", 1000, "handlers still run"),
+			exactly("w1-1", 1, "b", 1900, 2000), byes[1:]), excuse: ExcuseDeaf},
 		"unlocked in a cut":                {history: slices.Concat(open(100, 200), exactly("w1-1", 1, "b", 150, 250), fault("cut", "w0", "", 50, 300), byes), excuse: ExcuseOpen},
 		"unlocked for nothing":             {history: slices.Concat(open(100, 200), byes), bad: BadLoss},
 		"unlocked, which nobody says":      {history: slices.Concat(set(open(100, 200), "ran", func(r *Record) { r.Unlocked = false }), fault("cut", "w0", "", 50, 300), byes), bad: BadBooks},

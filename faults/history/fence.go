@@ -33,7 +33,7 @@ func (c *checker) checkFences(history []Record) {
 				byAcquired = byAcquired[1:]
 			}
 			if l.fence <= highest || seen[l.fence] {
-				c.add(BadFence, "%s: the lock acquired at %d has number %d, and %d was there before", key, l.acquired, l.fence, max(highest, l.fence))
+				c.Add(BadFence, "%s: the lock acquired at %d has number %d, and %d was there before", key, l.acquired, l.fence, max(highest, l.fence))
 			}
 			seen[l.fence] = true
 		}
@@ -49,7 +49,7 @@ func (c *checker) checkFences(history []Record) {
 		}
 		c.Writes++
 		if last := highest[r.Key]; r.Fence < last.Fence || r.Fence == last.Fence && r.Task != last.Task {
-			c.add(BadWrite, "%s: number %d of %s was accepted after %d of %s", r.Key, r.Fence, r.Task, last.Fence, last.Task)
+			c.Add(BadWrite, "%s: number %d of %s was accepted after %d of %s", r.Key, r.Fence, r.Task, last.Fence, last.Task)
 		}
 		highest[r.Key] = r
 	}

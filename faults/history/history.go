@@ -31,6 +31,7 @@ type Record struct {
 	State    string `json:"state,omitempty"`    // of a task in the queue
 	DoneFor  int64  `json:"done_for,omitempty"` // ns
 	Clash    bool   `json:"clash,omitempty"`    // the file lock was taken
+	Retried  int    `json:"retried,omitempty"`  // of a delivery: how many attempts asynq has counted as failed
 	Deaf     bool   `json:"deaf,omitempty"`     // the handler does not look at its context
 	Unlocked bool   `json:"unlocked,omitempty"` // WithFailOpen lets the handler run without a lock
 	Grace    int64  `json:"grace,omitempty"`    // of a delivery, ns: WithGracePeriod

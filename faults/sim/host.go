@@ -165,10 +165,32 @@ func (p *process) see(next asynq.Handler) asynq.Handler {
 			r.Until = int64(deadline.Sub(w.Began)) + 1
 		}
 		r.Outer, _ = ctx.Value(deliveryKey{}).(int64)
+		r.Retried, _ = asynq.GetRetryCount(ctx)
 		ctx, over := p.deliver(ctx, r)
 		defer over()
 		return next.ProcessTask(ctx, task)
 	})
+}
+
+// cancellable lets cancel find the task's delivery. What asynq's own cancelling goes through, a published message, would stop the
+// clock: miniredis sends it with a mutex held. On its last attempt a task is spared, since asynq, which does not know of this, would archive it.
+func (w *world) cancellable(ctx context.Context, task string, cancel func()) {
+	retried, _ := asynq.GetRetryCount(ctx)
+	if most, _ := asynq.GetMaxRetry(ctx); retried < most {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		w.cancels[task] = cancel
+	}
+}
+
+// cancel ends the context of a task's latest delivery, as asynq does when it takes a task back.
+func (w *world) cancel(task string) {
+	w.mu.Lock()
+	cancel := w.cancels[task]
+	w.mu.Unlock()
+	if cancel != nil {
+		cancel()
+	}
 }
 
 // deliver begins a delivery.
@@ -337,5 +359,8 @@ func (p *process) inner(ctx context.Context, r history.Record, m manner, k kind)
 		return err
 	}
 	defer lock.Release(ctx)
-	return body(lock.Context())
+	both, cancel := context.WithCancel(lock.Context())
+	defer cancel()
+	defer context.AfterFunc(ctx, cancel)() // the outer lock's loss is a reason to stop as well
+	return body(both)
 }

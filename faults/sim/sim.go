@@ -67,6 +67,7 @@ type world struct {
 	mu       sync.Mutex
 	records  []history.Record
 	outcomes map[string]int
+	cancels  map[string]func() // by task
 }
 
 // Play plays the world of a seed to its end.
@@ -81,7 +82,7 @@ func Play(t *testing.T, seed uint64) (result Result) {
 }
 
 func newWorld(v *virtual.World, seed uint64) *world {
-	w := &world{World: v, seed: seed, outcomes: make(map[string]int)}
+	w := &world{World: v, seed: seed, outcomes: make(map[string]int), cancels: make(map[string]func())}
 	r := w.rand("world")
 	w.ttl = ttls[r.IntN(len(ttls))]
 	w.length = max(w.times(35), 3*time.Minute)

@@ -71,6 +71,7 @@ var lockTroubles = append([]trouble{
 		w.last(r, h, name, 0.1, 1.5)
 	}},
 	{"late reply, then cut", 4, lateReplyThenCut},
+	{"cancel during acquire", 4, cancelDuringAcquire},
 	{"one call hangs", 2, func(w *world, h *host, r *rand.Rand, name string) {
 		w.meet(h, name, isLocks, 1).SwallowRequest()
 		w.sleep(w.between(r, 0.3, 1.5))
@@ -146,6 +147,24 @@ func lateReplyThenCut(w *world, h *host, r *rand.Rand, name string) {
 	w.last(r, h, name, 1.1, 1.5)
 }
 
+// cancelDuringAcquire tempts a task that asynq has taken back to run, because it got its lock after all.
+func cancelDuringAcquire(w *world, h *host, r *rand.Rand, name string) {
+	late := min(w.between(r, 0.1, 0.24), h.RDB.Options().ReadTimeout*9/10)
+	w.meet(h, name, func(c virtual.Command) bool {
+		verb, _, args := verb(c)
+		if verb != "acquire" {
+			return false
+		}
+		task, _ := holder(args[0])
+		w.Spawn(func() {
+			time.Sleep(late / 2)
+			w.cancel(task)
+		})
+		return true
+	}, 1).DelayReply(late)
+	w.sleep(w.between(r, 0.3, 1))
+}
+
 var queueTroubles = []trouble{
 	{history.FaultQueue + "cut", 3, func(w *world, h *host, r *rand.Rand, name string) {
 		h.QueueLink.Cut()
@@ -180,7 +199,7 @@ var serverTroubles = []trouble{
 // What is done to Redis. The checker knows the names of those that lose locks.
 const (
 	faultScripts = history.FaultOther + "script flush"
-	faultRestart = "restart"
+	faultRestart = history.FaultRestart
 )
 
 var dataTroubles = []trouble{

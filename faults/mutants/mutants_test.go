@@ -1,0 +1,193 @@
+package mutants
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"slices"
+	"strings"
+	"testing"
+
+	"example.com/redislock/faults/history"
+)
+
+// mutant is the product with a mistake in it.
+type mutant struct {
+	name  string   // the mistake
+	found []string // the kinds of violations that are a find
+	class string   // of the rig's faults, where the rig finds it within seconds
+	real  bool     // it takes a real network: the rig only
+	edits []edit
+}
+
+// edit replaces old, which the file must have once.
+type edit struct{ file, old, new string }
+
+var mutants = []mutant{
+	{name: "release without the token", found: []string{history.BadOrder, history.BadOverlap, history.BadModel}, class: "key-deleted", edits: []edit{
+		{"script/release.lua", "if value == ARGV[1] then", "if value then"},
+	}},
+	{name: "extend creates the key anew", found: []string{history.BadOrder, history.BadNotice, history.BadModel}, class: "key-deleted", edits: []edit{
+		{"script/extend.lua", "if redis.call('get', KEYS[1]) == ARGV[1] then",
+			"local value = redis.call('get', KEYS[1])\nif not value or value == ARGV[1] then\n  redis.call('set', KEYS[1], ARGV[1])"},
+	}},
+	{name: "extend without the token", found: []string{history.BadNotice, history.BadModel}, edits: []edit{
+		{"script/extend.lua", "if redis.call('get', KEYS[1]) == ARGV[1] then", "if redis.call('get', KEYS[1]) then"},
+	}},
+	{name: "done without the token", found: []string{history.BadLoss, history.BadModel}, edits: []edit{
+		{"script/done.lua", "if not value or value == ARGV[1] then", "if true then"},
+	}},
+	{name: "SET NX that does not know its own value", found: []string{history.BadSkip}, class: "swallow-acquire", real: true, edits: []edit{
+		{"lock.go", "case present == value:", "case false:"},
+	}},
+	{name: "acquire that outlives the task's context", found: []string{history.BadStart}, edits: []edit{
+		{"lock.go", "bound, cancel := context.WithTimeout(ctx, l.ttl/4)", "bound, cancel := context.WithTimeout(context.WithoutCancel(ctx), l.ttl/4)"},
+		{"lock.go", "case r.err == nil && (ctx.Err() != nil || time.Since(began) > l.ttl/4):", "case r.err == nil && time.Since(began) > l.ttl/4:"},
+	}},
+	{name: "own task judged by the policy", found: []string{history.BadSkip, history.BadArchive}, edits: []edit{
+		{"policy.go", "if held.Holder == (Holder{}) || held.Holder.sameTask(self) {", "if held.Holder == (Holder{}) {"},
+	}},
+	{name: "own task skipped", found: []string{history.BadSkip}, edits: []edit{
+		{"policy.go", "if held.Holder == (Holder{}) || held.Holder.sameTask(self) {",
+			"if held.Holder.sameTask(self) {\n\t\t\treturn verdict{kind: EventSkipped, holder: held.Holder}\n\t\t}\n\t\tif held.Holder == (Holder{}) {"},
+	}},
+	{name: "marker judged by the policy", found: []string{history.BadMarker, history.BadTwice}, edits: []edit{
+		{"policy.go", "case errors.Is(err, ErrDone):", "case false:"},
+	}},
+	{name: "no wait on the last attempt", found: []string{history.BadArchive}, edits: []edit{
+		{"policy.go", "last, left := lastAttempt(s.ctx), s.left(v.wait)", "last, left := lastAttempt(s.ctx), s.left(v.wait)\n\tif last {\n\t\treturn false\n\t}"},
+	}},
+	{name: "marker after a failure", found: []string{history.BadMarker}, edits: []edit{
+		{"lock.go", "k.release(returned && err == nil && k.locker.doneFor > 0", "k.release(returned && k.locker.doneFor > 0"},
+	}},
+	{name: "marker after a panic", found: []string{history.BadMarker}, edits: []edit{
+		{"lock.go", "k.release(returned && err == nil && k.locker.doneFor > 0", "k.release((returned || err == nil) && err == nil && k.locker.doneFor > 0"},
+	}},
+	{name: "validity from the reply to acquire", found: []string{history.BadNotice, history.BadOverlap}, edits: []edit{
+		{"lock.go", "c.fence = fence\n", "c.sent, c.fence = time.Now(), fence\n"},
+	}},
+	{name: "validity from the reply to extend", found: []string{history.BadNotice, history.BadOverlap}, edits: []edit{
+		{"lock.go", "return k.renew(sent)", "return k.renew(sent.Add(time.Since(sent)))"},
+	}},
+	{name: "validity to the last moment", found: []string{history.BadNotice, history.BadOverlap}, edits: []edit{
+		{"lock.go", "return sent.Add(l.ttl - l.ttl/10)", "return sent.Add(l.ttl)"},
+	}},
+	{name: "no local deadline", found: []string{history.BadOrder, history.BadNotice, history.BadOverlap}, class: "half-open", edits: []edit{
+		{"lock.go", "return sent.Add(l.ttl - l.ttl/10)", "return sent.Add(100 * l.ttl)"},
+	}},
+	{name: "deadline never moved", found: []string{history.BadNotice, history.BadOverlap}, edits: []edit{
+		{"watchdog.go", "k.watchdog.deadline.Reset(time.Until(until))\n", ""},
+	}},
+	{name: "no extension", found: []string{history.BadLoss}, edits: []edit{
+		{"watchdog.go", "if k.extend(ctx) != nil {", "if ctx.Err() != nil {"},
+	}},
+	{name: "extends with the task's context", found: []string{history.BadLoss}, edits: []edit{
+		{"watchdog.go", "context.WithTimeout(context.WithoutCancel(k.ctx), k.locker.ttl)", "context.WithTimeout(k.ctx, k.locker.ttl)"},
+	}},
+	{name: "releases when the task's context ends", found: []string{history.BadOverlap}, edits: []edit{
+		{"watchdog.go", "func() { k.outlive(context.Cause(parent)) })", "func() { k.release(false) })"},
+	}},
+	{name: "no grace period", found: []string{history.BadGrace}, edits: []edit{
+		{"watchdog.go", "k.locker.after(k.locker.grace, func() {", "k.locker.after(0, func() {"},
+	}},
+	{name: "grace without end", found: []string{history.BadGrace}, edits: []edit{
+		{"watchdog.go", "k.locker.after(k.locker.grace, func() {", "k.locker.after(1000*k.locker.ttl, func() {"},
+	}},
+	{name: "key freed before the handler runs", found: []string{history.BadOverlap, history.BadLoss}, edits: []edit{
+		{"lock.go", "err = fn(k.ctx)", "k.settle(false)\n\terr = fn(k.ctx)"},
+	}},
+	{name: "no release after a panic", found: []string{history.BadGrace}, edits: []edit{
+		{"lock.go", "lost := k.isLost()", "if !returned {\n\t\t\treturn\n\t\t}\n\t\tlost := k.isLost()"},
+	}},
+	{name: "releases with the handler's context", found: []string{history.BadLoss}, edits: []edit{
+		{"lock.go", "ctx, cancel := context.WithTimeout(context.WithoutCancel(k.ctx), l.ttl)", "ctx, cancel := context.WithTimeout(k.ctx, l.ttl)"},
+	}},
+	{name: "a failed release hides success", found: []string{history.BadBooks}, edits: []edit{
+		{"lock.go", "case <-released:\n", "case <-released:\n\t\t\tif err == nil {\n\t\t\t\terr = k.releaseErr\n\t\t\t}\n"},
+	}},
+	{name: "a loss hides success", found: []string{history.BadBooks}, edits: []edit{
+		{"lock.go", "if err != nil && lost != nil && !errors.Is(err, ErrLost) {", "if lost != nil && !errors.Is(err, ErrLost) {"},
+		{"lock.go", "err = &lostError{err, lost}", "err = lost"},
+	}},
+	{name: "unreachable Redis counts", found: []string{history.BadBooks}, edits: []edit{
+		{"policy.go", "case errors.Is(err, ErrUnavailable):\n\t\treturn verdict{kind: EventRequeued,", "case false:\n\t\treturn verdict{kind: EventRequeued,"},
+	}},
+	{name: "unreachable Redis drops the task", found: []string{history.BadSkip, history.BadTask}, edits: []edit{
+		{"policy.go", "case errors.Is(err, ErrUnavailable):\n\t\treturn verdict{", "case errors.Is(err, ErrUnavailable):\n\t\treturn verdict{kind: EventSkipped}\n\tcase false:\n\t\treturn verdict{"},
+	}},
+	{name: "lock without a TTL", found: []string{history.BadTTL}, edits: []edit{
+		{"lock.go", `"nx", "get", "px", l.ttl.Milliseconds())`, `"nx", "get")`},
+	}},
+	{name: "contention counts", found: []string{history.BadBooks}, edits: []edit{
+		{"asynq.go", "return contentionIn(err) == nil && isFailure(err)", "return isFailure(err)"},
+	}},
+	{name: "Shutdown frees the keys of running handlers", found: []string{history.BadOverlap}, edits: []edit{
+		{"lock.go", "func (k *Lock) giveUp(cause error) {\n", "func (k *Lock) giveUp(cause error) {\n\tdefer k.settle(false)\n"},
+	}},
+	{name: "no outcome after a panic", found: []string{history.BadBooks}, edits: []edit{
+		{"middleware.go", "defer func() {\n\t\tl.emit(ctx, e)", "defer func() {\n\t\tif e.Err != errUnfinished {\n\t\t\tl.emit(ctx, e)\n\t\t}"},
+	}},
+	{name: "middleware twice is a stranger", found: []string{history.BadSkip}, edits: []edit{
+		{"chain.go", "if k.key != key || k.locker.rdb != l.rdb || k.isReleased() {", "if true {"},
+	}},
+	{name: "the same fencing number again", found: []string{history.BadFence}, edits: []edit{
+		{"script/acquire.lua", "  fence = now\n", "  fence = '1'\n"},
+	}},
+}
+
+// TestSimulation plays each mutant until it is found. Worlds that find it in the product as it is would say nothing: the first of
+// them are played here, and all in the tests of the simulation.
+func TestSimulation(t *testing.T) {
+	args := func(worlds int) []string {
+		return []string{"-test.v", "-test.run=TestWorlds", "-test.parallel=1", "-sim.seed=1", fmt.Sprint("-sim.worlds=", worlds)}
+	}
+	control, most := 12, 40
+	if testing.Short() {
+		control = 3
+	}
+	play := func(name string, edits []edit, play func(t *testing.T, program string)) {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			play(t, build(t, edits, "test", "-c", "example.com/redislock/faults/sim"))
+		})
+	}
+	play("no mistake", nil, func(t *testing.T, program string) { pass(t, program, args(control)...) })
+	for _, m := range mutants {
+		if !m.real && (!testing.Short() || m.class != "") {
+			play(m.name, m.edits, func(t *testing.T, program string) { find(t, m.found, program, args(most)...) })
+		}
+	}
+}
+
+// TestRig runs some of the mutants as real processes.
+func TestRig(t *testing.T) {
+	if testing.Short() {
+		t.Skip("takes real time")
+	}
+	if _, err := exec.LookPath("redis-server"); err != nil {
+		if os.Getenv("REDISLOCK_REQUIRE_SERVERS") != "" {
+			t.Fatal(err)
+		}
+		t.Skip(err)
+	}
+	run := func(t *testing.T, edits []edit, classes ...string) (program string, args []string) {
+		return build(t, edits, "build", "example.com/redislock/faults"), []string{"-dir", t.TempDir(), "-faults", strings.Join(classes, ","),
+			"-seed", "1", "-duration", "8s", "-drain", "1s", "-workers", "4", "-keys", "16", "-rate", "200"}
+	}
+	var classes []string
+	for _, m := range mutants {
+		if m.class == "" {
+			continue
+		}
+		classes = append(classes, m.class)
+		t.Run(m.name, func(t *testing.T) {
+			program, args := run(t, m.edits, m.class)
+			find(t, m.found, program, args...)
+		})
+	}
+	t.Run("no mistake", func(t *testing.T) {
+		slices.Sort(classes)
+		program, args := run(t, nil, slices.Compact(classes)...)
+		pass(t, program, args...)
+	})
+}
