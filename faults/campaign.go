@@ -217,9 +217,6 @@ func (c *campaign) checkEnough(f *history.Findings) {
 	if c.order.Unknown*20 > c.order.Pieces {
 		f.Add(history.BadHistory, "%d of %d pieces were given up by the model", c.order.Unknown, c.order.Pieces)
 	}
-	if c.class.every == 0 && f.Unlocked > 0 {
-		f.Add(history.BadHistory, "%d handlers ran without a lock though nothing was broken", f.Unlocked)
-	}
 	for _, excuse := range slices.Sorted(maps.Keys(f.Excused)) {
 		if !c.class.allows(excuse) {
 			f.Add(history.BadOverlap, "%d excused by %q, which the class does not allow", f.Excused[excuse], excuse)

@@ -185,10 +185,6 @@ func TestCheckEnough(t *testing.T) {
 			t.Errorf("%s: %v", name, f.Violations)
 		}
 	}
-	f := history.Findings{Cycles: 1, Unlocked: 1}
-	if (&campaign{class: class{promise: exclusive}}).checkEnough(&f); len(f.Violations) != 1 {
-		t.Errorf("without a lock, and without a fault: %v", f.Violations)
-	}
 }
 
 // TestRows wants a table: one head, and rows with as many cells.

@@ -408,6 +408,11 @@ func (m *modeler) over(process string, t int64) int64 {
 			arrived = max(arrived, f.Until)
 		}
 	}
+	for _, s := range m.stalls[RigProcess] { // through which everything goes
+		if s.T <= arrived+m.ttl/10 && s.Until >= from {
+			arrived = max(arrived, s.Until)
+		}
+	}
 	if t != m.ends[process].T && !m.reachable(&run{Record: Record{Process: process}}, t, t) {
 		arrived += m.ttl
 	}
