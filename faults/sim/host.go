@@ -166,6 +166,9 @@ func (p *process) see(next asynq.Handler) asynq.Handler {
 		}
 		r.Outer, _ = ctx.Value(deliveryKey{}).(int64)
 		r.Retried, _ = asynq.GetRetryCount(ctx)
+		ctx, cancel := context.WithCancel(ctx)
+		defer cancel()
+		w.cancellable(ctx, id, cancel)
 		ctx, over := p.deliver(ctx, r)
 		defer over()
 		return next.ProcessTask(ctx, task)
