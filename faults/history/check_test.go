@@ -1,6 +1,7 @@
 package history
 
 import (
+	"cmp"
 	"slices"
 	"testing"
 	"time"
@@ -91,6 +92,28 @@ func set(records []Record, kind string, change func(*Record)) []Record {
 
 func without(records []Record, kinds ...string) []Record {
 	return slices.DeleteFunc(records, func(r Record) bool { return slices.Contains(kinds, r.Kind) })
+}
+
+// verdict checks a history and wants a violation of one kind, or none, and one overlap with this excuse, if any.
+func verdict(t *testing.T, history []Record, terms Terms, bad, excuse string) Findings {
+	t.Helper()
+	f := Check(inOrder(history), terms)
+	if bad == "" && len(f.Violations) > 0 {
+		t.Errorf("a good history: %v", f.Violations)
+	}
+	if bad != "" && f.Count(bad) == 0 {
+		t.Errorf("violations %v, want kind %q", f.Violations, bad)
+	}
+	if excuse != "" && f.Excused[excuse] != 1 {
+		t.Errorf("excused %v, want one %q", f.Excused, excuse)
+	}
+	return f
+}
+
+func inOrder(parts ...[]Record) []Record {
+	all := slices.Concat(parts...)
+	slices.SortStableFunc(all, func(a, b Record) int { return cmp.Compare(a.T, b.T) })
+	return all
 }
 
 func TestCheck(t *testing.T) {
@@ -304,18 +327,7 @@ func TestCheck(t *testing.T) {
 		"a record nobody understands": {history: slices.Concat(end("surprise", "w0-1", 100, ""), byes), bad: BadHistory},
 	} {
 		t.Run(name, func(t *testing.T) {
-			history := slices.Clone(test.history)
-			slices.SortStableFunc(history, func(a, b Record) int { return int(a.T - b.T) })
-			f := Check(history, terms)
-			if test.bad == "" && len(f.Violations) > 0 {
-				t.Errorf("a good history: %v", f.Violations)
-			}
-			if test.bad != "" && f.Count(test.bad) == 0 {
-				t.Errorf("violations %v, want kind %q", f.Violations, test.bad)
-			}
-			if test.excuse != "" && f.Excused[test.excuse] != 1 {
-				t.Errorf("excused %v, want one %q", f.Excused, test.excuse)
-			}
+			f := verdict(t, test.history, terms, test.bad, test.excuse)
 			if test.excuse == "" && len(f.Excused) > 0 {
 				t.Errorf("excused %v, want nothing", f.Excused)
 			}

@@ -115,18 +115,7 @@ func TestCheckExact(t *testing.T) {
 		"skipped with an error of its own": {history: slices.Concat(exactly("w1-1", 1, "b", 10, 100), set(unrun("w0-1", 1, "a", 50, "skipped", "b"), "skipped", func(r *Record) { r.Err = "revoked" }), byes)},
 	} {
 		t.Run(name, func(t *testing.T) {
-			history := slices.Clone(test.history)
-			slices.SortStableFunc(history, func(a, b Record) int { return int(a.T - b.T) })
-			f := Check(history, exact)
-			if test.bad == "" && len(f.Violations) > 0 {
-				t.Errorf("a good history: %v", f.Violations)
-			}
-			if test.bad != "" && f.Count(test.bad) == 0 {
-				t.Errorf("violations %v, want kind %q", f.Violations, test.bad)
-			}
-			if test.excuse != "" && f.Excused[test.excuse] != 1 {
-				t.Errorf("excused %v, want one %q", f.Excused, test.excuse)
-			}
+			verdict(t, test.history, exact, test.bad, test.excuse)
 		})
 	}
 }

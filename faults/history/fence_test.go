@@ -1,7 +1,6 @@
 package history
 
 import (
-	"cmp"
 	"slices"
 	"testing"
 )
@@ -13,12 +12,6 @@ func fenced(process string, n int64, task string, from, to, fence int64) []Recor
 
 func write(task string, t, fence int64, err string) []Record {
 	return []Record{{T: ms(t), Kind: KindWrite, Process: "w0-1", Task: task, Key: "k", Fence: fence, Err: err}}
-}
-
-func inOrder(parts ...[]Record) []Record {
-	all := slices.Concat(parts...)
-	slices.SortStableFunc(all, func(a, b Record) int { return cmp.Compare(a.T, b.T) })
-	return all
 }
 
 func TestCheckFences(t *testing.T) {
