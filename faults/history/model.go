@@ -442,6 +442,9 @@ func (m *modeler) addGhost(d *delivery) {
 		o := d.outcomes[0]
 		last, key, doubt = o.T, o.Key, o.Holder == ""
 	}
+	doubt = doubt || slices.ContainsFunc(m.losses[""], func(f Record) bool { // asked the old primary first, and then the new one
+		return f.Fault == FaultFailover && f.T <= last && f.Until >= d.seen
+	})
 	if !doubt && last-d.seen <= m.ttl/4 && m.reachable(&run{Record: Record{Process: d.process}}, d.seen, last) {
 		return
 	}
