@@ -345,7 +345,10 @@ func (c *checker) mayBeUnfinished(d *delivery, t int64) bool {
 	return d.enter != nil || d.inner != nil || d.seen > t-c.ttl-c.slack || !c.reachable(&run{Record: Record{Process: d.process}}, t, t)
 }
 
-// checkPatience wants each Shutdown that gave up to have had somebody to wait for.
+// hungCall is how long a call on a connection that has gone silent lasts: go-redis waits 3 s for a reply.
+const hungCall = int64(4 * time.Second)
+
+// checkPatience wants each Shutdown that gave up to have had somebody to wait for, or a call that hung.
 func (c *checker) checkPatience() {
 	busy := make(map[string]bool) // by process
 	for _, d := range c.deliveries {
@@ -357,7 +360,7 @@ func (c *checker) checkPatience() {
 		}
 	}
 	for process, end := range c.ends {
-		if end.Kind == KindBye && end.Err != "" && !busy[process] && c.reachable(&run{Record: Record{Process: process}}, end.T, end.T) {
+		if end.Kind == KindBye && end.Err != "" && !busy[process] && c.reachable(&run{Record: Record{Process: process}}, end.T-hungCall, end.T) {
 			c.Add(BadBooks, "%s: Shutdown lost its patience with nobody: %s", process, end.Err)
 		}
 	}

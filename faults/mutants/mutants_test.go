@@ -141,7 +141,7 @@ func TestSimulation(t *testing.T) {
 	args := func(worlds int) []string {
 		return []string{"-test.v", "-test.run=TestWorlds", "-test.parallel=1", "-sim.seed=1", fmt.Sprint("-sim.worlds=", worlds)}
 	}
-	control, most := 12, 40
+	control, most := 6, 40
 	if testing.Short() {
 		control = 3
 	}
