@@ -28,6 +28,14 @@ func fenceOf(t *testing.T, k *Lock) int64 {
 	return n
 }
 
+// takeFence takes and frees the lock of "n", and returns its number.
+func takeFence(t *testing.T, l *Locker) int64 {
+	t.Helper()
+	k := heldLock(t, l, "n")
+	defer func() { _ = k.Release(t.Context()) }()
+	return fenceOf(t, k)
+}
+
 // counter returns what is at the fence counter of "n" or ends the test.
 func counter(w *virtual.World) int64 {
 	w.T.Helper()
@@ -98,10 +106,7 @@ func TestAFenceGrowsThroughWhateverEndsTheLockBefore(t *testing.T) {
 
 // A second try of a command whose reply was lost is no second lock, so it has no second number.
 func TestALostReplyOfAFencedAcquireKeepsItsNumber(t *testing.T) {
-	for name, lose := range map[string]func(*virtual.Fault) *virtual.Fault{
-		"connection breaks": (*virtual.Fault).LoseReply,
-		"silence":           (*virtual.Fault).SwallowReply,
-	} {
+	for name, lose := range lostReplies {
 		t.Run(name, func(t *testing.T) {
 			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				const ttl = 30 * time.Second
@@ -154,11 +159,9 @@ func TestAFencedAcquireWithUnknownOutcomeIsGivenBack(t *testing.T) {
 					t.Error("the claim is still there")
 				}
 				before := counter(w)
-				k := heldLock(t, l, "n")
-				if is := fenceOf(t, k); is <= before {
+				if is := takeFence(t, l); is <= before {
 					t.Errorf("%d came after %d", is, before)
 				}
-				_ = k.Release(t.Context())
 			})
 		})
 	}
@@ -171,19 +174,15 @@ func TestAFenceIsExactUpToTheLargestInt64(t *testing.T) {
 		l := locker(w.Host("h"), &b, WithFencing())
 		for _, stored := range []int64{1<<53 - 1, 1 << 53, 1<<53 + 1, 1e18, 1e18 - 1, math.MaxInt64 - 1} {
 			_ = w.Redis.Set(k1Fence, fmt.Sprint(stored))
-			k := heldLock(t, l, "n")
-			if n := fenceOf(t, k); n != stored+1 {
+			if n := takeFence(t, l); n != stored+1 {
 				t.Errorf("%d came after %d", n, stored)
 			}
-			_ = k.Release(t.Context())
 		}
 		for _, stored := range []int64{0, 1, 999_999, 1e14} { // long past: Redis's time takes over
 			_ = w.Redis.Set(k1Fence, fmt.Sprint(stored))
-			k := heldLock(t, l, "n")
-			if n := fenceOf(t, k); n != time.Now().UnixMicro() {
+			if n := takeFence(t, l); n != time.Now().UnixMicro() {
 				t.Errorf("%d came after %d, want Redis's time", n, stored)
 			}
-			_ = k.Release(t.Context())
 		}
 	})
 }
@@ -196,11 +195,9 @@ func TestAFenceCountsMicrosecondsInEveryPartOfASecond(t *testing.T) {
 		for _, part := range []time.Duration{0, 1, 10, 999, 1000, 99_999, 100_000, 999_999} {
 			now := time.Now()
 			time.Sleep(time.Until(now.Truncate(time.Second).Add(time.Second + part*time.Microsecond)))
-			k := heldLock(t, l, "n")
-			if n := fenceOf(t, k); n != time.Now().UnixMicro() {
+			if n := takeFence(t, l); n != time.Now().UnixMicro() {
 				t.Errorf("%d µs into a second the number is %d, want %d", part, n, time.Now().UnixMicro())
 			}
-			_ = k.Release(t.Context())
 		}
 	})
 }

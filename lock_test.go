@@ -319,11 +319,14 @@ func TestACommandHeldUpInTheNetworkLeavesTheSuccessorAlone(t *testing.T) {
 
 // Replies that get lost.
 
+// lostReplies are the ways in which a client can miss a reply: it notices, or it does not.
+var lostReplies = map[string]func(*virtual.Fault) *virtual.Fault{
+	"connection breaks": (*virtual.Fault).LoseReply,
+	"silence":           (*virtual.Fault).SwallowReply,
+}
+
 func TestALostReplyOfTheAcquireIsNoContention(t *testing.T) {
-	for name, lose := range map[string]func(*virtual.Fault) *virtual.Fault{
-		"connection breaks": (*virtual.Fault).LoseReply,
-		"silence":           (*virtual.Fault).SwallowReply,
-	} {
+	for name, lose := range lostReplies {
 		t.Run(name, func(t *testing.T) {
 			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				const ttl = 30 * time.Second

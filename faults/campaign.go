@@ -372,29 +372,11 @@ func (c *campaign) awaitEmptyQueue(ctx context.Context) {
 func (c *campaign) inspectQueue() error {
 	inspector := asynq.NewInspector(asynq.RedisClientOpt{Addr: c.queue.addr})
 	defer inspector.Close()
-	for state, list := range map[string]func(string, ...asynq.ListOption) ([]*asynq.TaskInfo, error){
-		"pending":   inspector.ListPendingTasks,
-		"active":    inspector.ListActiveTasks,
-		"scheduled": inspector.ListScheduledTasks,
-		"retry":     inspector.ListRetryTasks,
-		"archived":  inspector.ListArchivedTasks,
-	} {
-		const size = 1000
-		for page, full := 1, true; full; page++ {
-			tasks, err := list("default", asynq.Page(page), asynq.PageSize(size))
-			if errors.Is(err, asynq.ErrQueueNotFound) {
-				break
-			}
-			if err != nil {
-				return fmt.Errorf("list %s tasks: %w", state, err)
-			}
-			for _, task := range tasks {
-				c.history.Add(history.Record{Kind: history.KindQueued, Task: task.ID, State: state, Err: task.LastErr})
-			}
-			full = len(tasks) == size
-		}
+	queued, err := history.Queued(inspector, "default")
+	for _, r := range queued {
+		c.history.Add(r)
 	}
-	return nil
+	return err
 }
 
 // lockKeys returns the keys of all locks, markers and fence counters, with their values and TTLs.

@@ -342,7 +342,7 @@ func (c *checker) checkBooks() {
 // mayBeUnfinished reports whether a delivery without an outcome may have been under way at t: one that does not run ends with its
 // task, if Redis answers.
 func (c *checker) mayBeUnfinished(d *delivery, t int64) bool {
-	return d.enter != nil || d.inner != nil || d.seen > t-c.ttl-c.slack || !c.reachable(&run{Record: Record{Process: d.process}}, t, t)
+	return d.enter != nil || d.inner != nil || d.seen > t-c.ttl-c.slack || !c.reachable(d.process, t, t)
 }
 
 // hungCall is how long a call on a connection that has gone silent lasts: go-redis waits 3 s for a reply.
@@ -360,7 +360,7 @@ func (c *checker) checkPatience() {
 		}
 	}
 	for process, end := range c.ends {
-		if end.Kind == KindBye && end.Err != "" && !busy[process] && c.reachable(&run{Record: Record{Process: process}}, end.T-hungCall, end.T) {
+		if end.Kind == KindBye && end.Err != "" && !busy[process] && c.reachable(process, end.T-hungCall, end.T) {
 			c.Add(BadBooks, "%s: Shutdown lost its patience with nobody: %s", process, end.Err)
 		}
 	}
@@ -448,7 +448,7 @@ func (c *checker) gatherRuns() {
 		r.holdsFileUntil = max(r.to, c.gone[d.process])
 		if d.exit != nil {
 			r.to, r.holdsFileUntil, r.succeeded = d.exit.T, d.exit.T, d.exit.Err == ""
-			if end, ok := c.stopped(r, r.to, r.to+int64(10*time.Millisecond), 0); ok { // before it had let go of the file lock
+			if end, ok := c.stopped(r.Process, r.to, r.to+int64(10*time.Millisecond), 0); ok { // before it had let go of the file lock
 				r.holdsFileUntil = end
 			}
 		}
@@ -461,8 +461,8 @@ func (c *checker) gatherRuns() {
 			c.Unlocked++
 		case len(holder.acquired) == 1:
 			r.acquired = holder.acquired[0].T
-			r.asked = max(holder.seen, r.acquired-c.ttl/4)         // a try that takes longer is given back
-			if _, ok := c.stopped(r, r.asked, r.acquired, 0); ok { // before it said that it had the reply
+			r.asked = max(holder.seen, r.acquired-c.ttl/4)                 // a try that takes longer is given back
+			if _, ok := c.stopped(r.Process, r.asked, r.acquired, 0); ok { // before it said that it had the reply
 				r.asked = holder.seen
 			}
 		default:
@@ -570,7 +570,7 @@ func (c *checker) excuse(a *run, at, given int64) (excuse string, late int64) {
 	}
 	// A holder must stop a tenth of a TTL before its key lapses, so only a stall of about that, just before, can carry it
 	// further.
-	if _, ok := c.stopped(a, max(a.acquired, at-c.ttl/20), at, c.ttl/10-int64(10*time.Millisecond)); ok && lapsed {
+	if _, ok := c.stopped(a.Process, max(a.acquired, at-c.ttl/20), at, c.ttl/10-int64(10*time.Millisecond)); ok && lapsed {
 		return ExcuseStall, 0
 	}
 	if isPerhaps {
@@ -596,7 +596,7 @@ const (
 	FaultSwallow  = "swallow " // and the verb
 	FaultOneReply = "silent"
 	FaultQueue    = "queue: " // and what happens between asynq and its server
-	FaultRestart  = "restart" // of a worker, in order
+	FaultRestart  = "restart" // of the server, which keeps its keys
 	FaultOther    = "other: " // and what else is not in the way of a lock
 )
 
@@ -665,7 +665,7 @@ func (c *checker) checkObeyed(runs []*run) {
 		if a.Deaf || a.endedAs != redislock.EventLost || a.to <= a.ended+c.slack {
 			continue
 		}
-		if _, stopped := c.stopped(a, a.ended, a.to, c.ttl/20); !stopped {
+		if _, stopped := c.stopped(a.Process, a.ended, a.to, c.ttl/20); !stopped {
 			c.Add(BadNotice, "%s: %v went on for %v after its lock was lost", a.Key, a, time.Duration(a.to-a.ended))
 		}
 	}
@@ -676,11 +676,11 @@ func (c *checker) checkUnlocked(d *delivery) {
 	if len(d.acquired) > 0 {
 		c.Add(BadBooks, "%s/%d: task %s runs unlocked, and has a lock", d.process, d.n, d.task)
 	}
-	r, from, to := &run{Record: *d.enter}, d.seen-c.ttl, d.enter.T
-	if !c.reachable(r, d.seen, to) {
+	from, to := d.seen-c.ttl, d.enter.T
+	if !c.reachable(d.process, d.seen, to) {
 		return
 	}
-	_, stopped := c.stopped(r, from, to, 0)
+	_, stopped := c.stopped(d.process, from, to, 0)
 	troubled := slices.ContainsFunc(c.faults, func(f Record) bool { // a memory that is full refuses, and so may a new primary
 		return (f.Fault == FaultFailover || f.Fault == FaultPressure) && f.T <= to && f.Until >= from
 	})
@@ -693,17 +693,17 @@ func (c *checker) checkUnlocked(d *delivery) {
 func (c *checker) noticeDue(a *run, f Record) int64 {
 	told := a.told()
 	due := f.Until + c.ttl/3 + c.slack
-	if !c.reachable(a, f.T, told) {
+	if !c.reachable(a.Process, f.T, told) {
 		due = f.Until + c.ttl - c.ttl/10 + c.slack
 	}
-	if end, stopped := c.stopped(a, f.T, told, c.ttl/20); stopped {
+	if end, stopped := c.stopped(a.Process, f.T, told, c.ttl/20); stopped {
 		due = max(due, end+c.ttl/3+c.slack)
 	}
 	return due
 }
 
-// reachable reports whether nothing stood between the run's process and Redis.
-func (c *checker) reachable(a *run, from, to int64) bool {
+// reachable reports whether nothing stood between the process and Redis.
+func (c *checker) reachable(process string, from, to int64) bool {
 	for _, f := range c.faults {
 		if f.T > to || f.Until < from-c.ttl {
 			continue
@@ -711,7 +711,7 @@ func (c *checker) reachable(a *run, from, to int64) bool {
 		switch {
 		case f.Fault == FaultPause, isLoss(f.Fault), mayBeLoss(f.Fault), f.Fault == FaultPressure, f.Fault == FaultForward, f.Fault == FaultBackward,
 			strings.HasPrefix(f.Fault, FaultQueue), strings.HasPrefix(f.Fault, FaultOther):
-		case f.Process == "" || processOn(f.Process, a.Process):
+		case f.Process == "" || processOn(f.Process, process):
 			return false
 		}
 	}
@@ -738,14 +738,14 @@ func (c *checker) paused(process string, from, to, least int64) (end int64, ok b
 	return end, ok
 }
 
-// stopped finds a time in which the run's process did not run, for whichever reason.
-func (c *checker) stopped(a *run, from, to, least int64) (end int64, ok bool) {
-	for _, s := range c.stalls[a.Process] {
+// stopped finds a time in which the process did not run, for whichever reason.
+func (c *checker) stopped(process string, from, to, least int64) (end int64, ok bool) {
+	for _, s := range c.stalls[process] {
 		if s.Until-s.T >= least && s.T <= to && s.Until >= from {
 			end, ok = max(end, s.Until), true
 		}
 	}
-	if e, paused := c.paused(a.Process, from, to, least); paused {
+	if e, paused := c.paused(process, from, to, least); paused {
 		return max(end, e), true
 	}
 	return end, ok

@@ -129,13 +129,13 @@ func (c *checker) checkSets(d *delivery, acquired Record) {
 	switch kind {
 	case redislock.EventLost:
 		_, loss := c.lossOf(acquired.Key, d.sets[0], ended.T)
-		if r := (&run{Record: acquired}); !loss && c.reachable(r, ended.T, ended.T) {
+		if !loss && c.reachable(d.process, ended.T, ended.T) {
 			c.Add(BadLoss, "%s/%d: task %s lost %s at %d: %s", d.process, d.n, d.task, acquired.Key, ended.T, ended.Err)
 		}
 	case redislock.EventAbandoned:
 		c.checkAbandoned(d, ended)
 	case redislock.EventReleased:
-		if ended.Err != "" && c.ends[d.process].Err == "" && c.reachable(&run{Record: acquired}, believed, ended.T) {
+		if ended.Err != "" && c.ends[d.process].Err == "" && c.reachable(d.process, believed, ended.T) {
 			c.Add(BadLoss, "%s/%d: task %s: the release of %s is not confirmed, and Redis was there: %s", d.process, d.n, d.task, acquired.Key, ended.Err)
 		}
 	}

@@ -6,12 +6,14 @@ import (
 	"bytes"
 	"cmp"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
 	"sync/atomic"
 
+	"github.com/hibiken/asynq"
 	"golang.org/x/sys/unix"
 )
 
@@ -140,4 +142,31 @@ func ReadDir(dir string) ([]Record, error) {
 	}
 	slices.SortStableFunc(all, func(a, b Record) int { return cmp.Compare(a.T, b.T) })
 	return all, nil
+}
+
+// Queued returns a record of every task that a queue still has.
+func Queued(inspector *asynq.Inspector, queue string) (records []Record, err error) {
+	for state, list := range map[string]func(string, ...asynq.ListOption) ([]*asynq.TaskInfo, error){
+		"pending":   inspector.ListPendingTasks,
+		"active":    inspector.ListActiveTasks,
+		"scheduled": inspector.ListScheduledTasks,
+		"retry":     inspector.ListRetryTasks,
+		"archived":  inspector.ListArchivedTasks,
+	} {
+		const size = 1000
+		for page, full := 1, true; full; page++ {
+			tasks, err := list(queue, asynq.Page(page), asynq.PageSize(size))
+			if errors.Is(err, asynq.ErrQueueNotFound) { // nothing was ever enqueued
+				break
+			}
+			if err != nil {
+				return nil, fmt.Errorf("list %s tasks: %w", state, err)
+			}
+			for _, task := range tasks {
+				records = append(records, Record{Kind: KindQueued, Task: task.ID, State: state, Err: task.LastErr})
+			}
+			full = len(tasks) == size
+		}
+	}
+	return records, nil
 }

@@ -413,7 +413,7 @@ func (m *modeler) over(process string, t int64) int64 {
 			arrived = max(arrived, s.Until)
 		}
 	}
-	if t != m.ends[process].T && !m.reachable(&run{Record: Record{Process: process}}, t, t) {
+	if t != m.ends[process].T && !m.reachable(process, t, t) {
 		arrived += m.ttl
 	}
 	return m.lapsed(from, arrived+m.ttl+m.slack)
@@ -445,7 +445,7 @@ func (m *modeler) addGhost(d *delivery) {
 	doubt = doubt || slices.ContainsFunc(m.losses[""], func(f Record) bool { // asked the old primary first, and then the new one
 		return f.Fault == FaultFailover && f.T <= last && f.Until >= d.seen
 	})
-	if !doubt && last-d.seen <= m.ttl/4 && m.reachable(&run{Record: Record{Process: d.process}}, d.seen, last) {
+	if !doubt && last-d.seen <= m.ttl/4 && m.reachable(d.process, d.seen, last) {
 		return
 	}
 	gone := never

@@ -162,7 +162,7 @@ func TestSimulation(t *testing.T) {
 // TestRig runs some of the mutants as real processes.
 func TestRig(t *testing.T) {
 	if testing.Short() {
-		t.Skip("takes real time")
+		t.Skip("not with -short: two minutes of real processes")
 	}
 	if _, err := exec.LookPath("redis-server"); err != nil {
 		if os.Getenv("REDISLOCK_REQUIRE_SERVERS") != "" {

@@ -159,20 +159,12 @@ func (w *world) inspectKeys() {
 
 // inspectQueue notes every task that the queue still has.
 func (w *world) inspectQueue() {
-	for state, list := range map[string]func(string, ...asynq.ListOption) ([]*asynq.TaskInfo, error){
-		"pending":   w.Inspector.ListPendingTasks,
-		"active":    w.Inspector.ListActiveTasks,
-		"scheduled": w.Inspector.ListScheduledTasks,
-		"retry":     w.Inspector.ListRetryTasks,
-		"archived":  w.Inspector.ListArchivedTasks,
-	} {
-		tasks, err := list("default", asynq.PageSize(10000))
-		if err != nil {
-			w.T.Fatalf("list %s tasks: %v", state, err)
-		}
-		for _, task := range tasks {
-			w.add(history.Record{Kind: history.KindQueued, Task: task.ID, State: state, Err: task.LastErr})
-		}
+	queued, err := history.Queued(w.Inspector, "default")
+	if err != nil {
+		w.T.Fatal(err)
+	}
+	for _, r := range queued {
+		w.add(r)
 	}
 }
 

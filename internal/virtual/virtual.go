@@ -8,7 +8,7 @@
 //     others want stops the clock, and the test hangs in real time. go-redis dials, and its PubSub shakes hands, under
 //     a mutex: that is why a dial is refused at once, why no fault touches a handshake, and why Server.Ping (which holds
 //     asynq's state mutex) is not to be called over a broken link.
-//   - The clock only moves while the test function runs. Whatever needs time to end must end in World.end.
+//   - The clock only moves while the test function runs. Whatever needs time to end must end in World.end, which AtEnd adds to.
 //   - A channel, timer or WaitGroup belongs to the bubble that made it. Package variables outlive a bubble: go-redis keeps
 //     a sync.Pool of timers for callers that wait for a free connection, and taking one from an earlier test would panic,
 //     so the pools here are too large for anybody to wait.
@@ -110,7 +110,7 @@ func (w *World) end() {
 		time.Sleep(100 * time.Millisecond)
 	}
 	if left := w.runningHandlers(); left != "" {
-		w.T.Errorf("handlers that never returned (they should wait for world.over): %s", left)
+		w.T.Errorf("handlers that never returned (they should wait for World.Over): %s", left)
 	}
 	time.Sleep(2 * time.Second) // releases that a handler left behind
 
@@ -196,7 +196,7 @@ func (w *World) State(info *asynq.TaskInfo) string {
 	return cmp.Or(w.Redis.HGet("asynq:{"+info.Queue+"}:t:"+info.ID, "state"), "gone")
 }
 
-// Drained reports whether queues (or "default") hold no task that is still to be run or running. As cheap as state.
+// Drained reports whether queues (or "default") hold no task that is still to be run or running. As cheap as State.
 func (w *World) Drained(queues ...string) bool {
 	if len(queues) == 0 {
 		queues = []string{"default"}
@@ -426,6 +426,7 @@ func (unwatched) ProcessPipelineHook(next redis.ProcessPipelineHook) redis.Proce
 // Cut cuts both links: to the others, the host is dead.
 func (h *Host) Cut() { h.LockLink.Cut(); h.QueueLink.Cut() }
 
+// AtEnd runs stop when the test function has returned, beside the other stops, and while Redis can still be reached.
 func (w *World) AtEnd(stop func()) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -608,20 +609,20 @@ func (l *Link) Sent(what string, args ...string) []Command {
 	return found
 }
 
-// Forget empties the list that sent reads.
+// Forget empties the list that Sent reads.
 func (l *Link) Forget() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.log = nil
 }
 
-// Next returns a fault, to be completed by its verb, for the next command that matches (see command.is).
+// Next returns a fault, to be completed by its verb, for the next command that matches (see Command.is).
 // Each command meets one fault at most: the oldest that matches.
 func (l *Link) Next(what string, args ...string) *Fault {
 	return &Fault{link: l, what: what, args: args, left: 1}
 }
 
-// Every is next for all commands that match, until the fault is lifted or the link healed.
+// Every is Next for all commands that match, until the fault is lifted or the link healed.
 func (l *Link) Every(what string, args ...string) *Fault {
 	return &Fault{link: l, what: what, args: args, left: -1}
 }
