@@ -97,3 +97,6 @@ func locker(h *virtual.Host, b *books, opts ...Option) *Locker {
 	}
 	return l
 }
+
+// valueOf returns what is at the key while the lock is held.
+func valueOf(k *Lock) string { return k.claim.Lease.(*redisLease).value }

@@ -30,7 +30,7 @@ func locksAround(ctx context.Context) iter.Seq[*Lock] {
 // where the outer lock does not do what this Locker's options promise.
 func (l *Locker) nested(ctx context.Context, key string) (bool, error) {
 	for k := range locksAround(ctx) {
-		if k.key != key || k.locker.rdb != l.rdb || k.isReleased() {
+		if k.key != key || k.locker.store != l.store || k.isReleased() {
 			continue
 		}
 		if o := k.locker; o.ttl != l.ttl || o.doneFor != l.doneFor || o.grace != l.grace || o.fencing != l.fencing || o.failOpen != l.failOpen {

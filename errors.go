@@ -15,8 +15,9 @@ var (
 	ErrDone = errors.New("redislock: work is done")
 	// ErrLost is in the cause of a context whose lock is lost: another process may be running the same work by now.
 	ErrLost = errors.New("redislock: lock is lost")
-	// ErrUnavailable says that Redis could not be asked, or not in time: nothing is known about the lock.
-	ErrUnavailable = errors.New("redislock: Redis is unavailable")
+	// ErrUnavailable says that Redis, or the database of a row lock, could not be asked, or not in time: nothing is known about
+	// the lock.
+	ErrUnavailable = errors.New("redislock: lock store is unavailable")
 	// ErrInvalidKey says that no lock name can be made from a task, or that a name is empty.
 	ErrInvalidKey = errors.New("redislock: invalid key")
 	// ErrClosed says that the Locker has been shut down.

@@ -71,7 +71,7 @@ func TestAFenceGrowsThroughWhateverEndsTheLockBefore(t *testing.T) {
 			release(w, k)
 			ahead := time.Now().Add(time.Hour).UnixMicro() // which is the same as a clock that has gone back by an hour
 			_ = w.Redis.Set(k1Fence, fmt.Sprint(ahead))
-			k.fence = ahead
+			k.claim.Fence = ahead
 		},
 		"a done marker": func(w *virtual.World, k *Lock) {
 			<-k.release(true)
@@ -88,7 +88,7 @@ func TestAFenceGrowsThroughWhateverEndsTheLockBefore(t *testing.T) {
 				}
 				end(w, first)
 				second := heldLock(t, locker(w.Host("other"), &b, WithTTL(ttl), WithFencing(), WithDoneFor(time.Hour)), "n")
-				if was, is := first.fence, fenceOf(t, second); is <= was || is != counter(w) {
+				if was, is := first.claim.Fence, fenceOf(t, second); is <= was || is != counter(w) {
 					t.Errorf("%d came after %d, and the counter is %d", is, was, counter(w))
 				}
 				if left := w.Redis.TTL(k1Fence); left != fenceLifetime {

@@ -2,49 +2,16 @@ package redislock
 
 import (
 	"context"
-	_ "embed"
 	"errors"
 	"fmt"
-	"strconv"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/google/uuid"
-	"github.com/redis/go-redis/v9"
+
+	"example.com/redislock/internal/store"
 )
-
-// The algorithm is the single-instance lock of the Redis documentation (SET NX PX with a random token, compare-and-delete
-// in Lua), with a lease that is extended and a validity that is kept by the local monotonic clock.
-
-//go:embed script/acquire.lua
-var acquireSource string
-
-//go:embed script/extend.lua
-var extendSource string
-
-//go:embed script/release.lua
-var releaseSource string
-
-//go:embed script/done.lua
-var doneSource string
-
-var (
-	acquireScript = redis.NewScript(acquireSource)
-	extendScript  = redis.NewScript(extendSource)
-	releaseScript = redis.NewScript(releaseSource)
-	doneScript    = redis.NewScript(doneSource)
-)
-
-// What extend, release and done answer.
-const (
-	replyOurs    = 1
-	replyAnother = -1 // 0, from release and extend: nobody's
-)
-
-// fenceLifetime is how long a fence counter is kept after the last acquire. Redis's clock takes over from there.
-const fenceLifetime = 24 * time.Hour
 
 // Lock is a lock that was acquired. It is extended in the background until it is released, lost or abandoned, and then stays
 // so for ever. All methods are safe for concurrent use.
@@ -52,8 +19,7 @@ type Lock struct {
 	locker *Locker
 	key    string
 	token  string
-	value  string // what is at the key while it is ours
-	fence  int64  // 0 without WithFencing
+	claim  store.Claim
 	self   Holder
 	since  time.Time // acquired
 	waited time.Duration
@@ -72,7 +38,8 @@ type Lock struct {
 	releasing  atomic.Bool
 	booked     atomic.Bool   // how the release came out is told
 	released   chan struct{} // closed when the first release is over
-	releaseErr error         // readable once released is closed
+	releaseErr error         // readable once released is closed, like workErr
+	workErr    error         // why the work under the lock did not take effect
 }
 
 type lockState int
@@ -93,7 +60,7 @@ func (k *Lock) Context() context.Context { return k.ctx }
 
 // Fence returns the lock's fencing number, which is higher than that of every earlier lock of its key: hand it to what the
 // handler writes to, so that it can refuse a lower one. ok is false without WithFencing.
-func (k *Lock) Fence() (n int64, ok bool) { return k.fence, k.fence > 0 }
+func (k *Lock) Fence() (n int64, ok bool) { return k.claim.Fence, k.claim.Fence > 0 }
 
 // Check asks Redis whether the lock is still held, and extends it. Call it before a side effect that must not happen twice.
 // It returns nil, or an error that matches ErrLost when the lock has ended in any way, or ErrUnavailable when Redis gave no
@@ -154,8 +121,7 @@ func (l *Locker) acquire(ctx, parent context.Context, key string, self Holder, b
 	}
 	self.Since = time.Now().UTC().Truncate(time.Millisecond) // as it comes back from the value, to be compared
 	token := uuid.NewString()
-	value := encodeValue(self, token)
-	c, err := l.try(ctx, key, value)
+	c, err := l.try(ctx, key, encodeValue(self, token))
 	if err != nil {
 		l.leave()
 		return nil, err
@@ -165,35 +131,29 @@ func (l *Locker) acquire(ctx, parent context.Context, key string, self Holder, b
 		locker:     l,
 		key:        key,
 		token:      token,
-		value:      value,
-		fence:      c.fence,
+		claim:      c,
 		self:       self,
 		since:      time.Now(),
 		waited:     time.Since(began),
 		outer:      outer,
-		validUntil: l.validUntil(c.sent),
+		validUntil: l.validUntil(c.Sent),
 		released:   make(chan struct{}),
 	}
 	k.ctx, k.cancel = context.WithCancelCause(context.WithValue(parent, lockContextKey{}, k))
+	k.ctx = c.Bind(k.ctx, (*owner)(k))
 	k.emit(EventAcquired, nil) // first, since a Shutdown that finds it registered may abandon it at once
 	if !l.register(k) {
 		k.release(false)
 		return nil, fmt.Errorf("%w: acquire lock %s", ErrClosed, key)
 	}
-	k.watch(parent, c.sent)
+	k.watch(parent, c.Sent)
 	return k, nil
 }
 
-// claim is a key that was claimed.
-type claim struct {
-	sent  time.Time // it is valid from then on: before the request was sent
-	fence int64
-}
-
 // try claims the key for value. Whatever it does not return as claimed it gives back.
-func (l *Locker) try(ctx context.Context, key, value string) (claim, error) {
+func (l *Locker) try(ctx context.Context, key, value string) (store.Claim, error) {
 	type reply struct {
-		claim
+		store.Claim
 		err error
 	}
 	began := time.Now()
@@ -201,87 +161,39 @@ func (l *Locker) try(ctx context.Context, key, value string) (claim, error) {
 	defer cancel()
 	replies := make(chan reply, 1)
 	l.spawn(func() {
-		c, err := l.claim(bound, key, value)
+		c, err := l.store.Claim(bound, store.Request{Key: key, Value: value, TTL: l.ttl, Fencing: l.fencing})
 		replies <- reply{c, err}
 	})
 	var r reply
 	select {
 	case r = <-replies:
 	case <-bound.Done():
-		// go-redis may not return for a while, and nobody can say what Redis will have done by then.
-		l.spawn(func() {
-			<-replies
-			l.giveBack(key, value)
-		})
-		return claim{}, l.tooLate(ctx, key)
+		// The call may not return for a while, and nobody can say what the store will have done by then.
+		l.spawn(func() { l.giveBack((<-replies).Lease) })
+		return store.Claim{}, l.tooLate(ctx, key)
 	}
 	switch {
 	case r.err == nil && (ctx.Err() != nil || time.Since(began) > l.ttl/4):
 		// asynq has settled a task whose context ended, and may have given it to another server.
-		l.spawn(func() { l.giveBack(key, value) })
-		return claim{}, l.tooLate(ctx, key)
-	case errors.Is(r.err, ErrUnavailable):
-		l.spawn(func() { l.giveBack(key, value) })
+		l.spawn(func() { l.giveBack(r.Lease) })
+		return store.Claim{}, l.tooLate(ctx, key)
+	case r.err != nil && r.Lease != nil:
+		l.spawn(func() { l.giveBack(r.Lease) })
 	}
-	return r.claim, r.err
+	return r.Claim, refusal(key, r.err)
 }
 
-// claim asks for the key. go-redis resends a command whose reply was lost, so finding our own value means that it is ours; its
-// TTL has been running since the first send, hence the extension.
-func (l *Locker) claim(ctx context.Context, key, value string) (c claim, err error) {
-	set := l.set
-	if l.fencing {
-		set = l.setFenced
+// refusal says who has the key, where that is why it was not claimed.
+func refusal(key string, err error) error {
+	var taken *store.Taken
+	if !errors.As(err, &taken) {
+		return err
 	}
-	c.sent = time.Now()
-	present, fence, err := set(ctx, key, value)
-	switch {
-	case errors.Is(err, redis.Nil):
-		c.fence = fence
-		return c, nil
-	case err != nil:
-		return c, redisError("acquire lock", key, err)
-	case present == value:
-		c.sent = time.Now()
-		reply, err := extendScript.Run(ctx, l.rdb, []string{key}, value, l.ttl.Milliseconds()).Int()
-		if err == nil && reply != replyOurs {
-			err = errors.New("it lapsed while its reply was lost")
-		}
-		if err != nil {
-			return c, fmt.Errorf("%w: acquire lock %s: %w", ErrUnavailable, key, err)
-		}
-		return c, nil
-	}
-	holder, err := decodeValue(present)
+	holder, err := decodeValue(taken.Value)
 	if errors.Is(err, errForeignValue) {
-		return c, fmt.Errorf("redislock: acquire lock %s: %w", key, err)
+		return fmt.Errorf("redislock: acquire lock %s: %w", key, err)
 	}
-	return c, &HeldError{Key: key, Holder: holder}
-}
-
-// set sets the key to value unless something is there, which it returns; redis.Nil says that it did.
-func (l *Locker) set(ctx context.Context, key, value string) (present string, _ int64, err error) {
-	set := redis.NewStatusCmd(ctx, "set", key, value, "nx", "get", "px", l.ttl.Milliseconds())
-	_ = l.rdb.Process(ctx, set)
-	present, err = set.Result()
-	return present, 0, err
-}
-
-// setFenced is set with a fencing number, by a script that extends what it finds to be ours itself.
-func (l *Locker) setFenced(ctx context.Context, key, value string) (present string, fence int64, err error) {
-	reply, err := acquireScript.Run(ctx, l.rdb, []string{key, key + ":fence"}, value, l.ttl.Milliseconds(), fenceLifetime.Milliseconds()).Slice()
-	if err != nil {
-		return "", 0, err
-	}
-	present, _ = reply[0].(string)
-	if present != value {
-		return present, 0, nil
-	}
-	number, _ := reply[1].(string)
-	if fence, err = strconv.ParseInt(number, 10, 64); err != nil {
-		return "", 0, err
-	}
-	return "", fence, redis.Nil
+	return &HeldError{Key: key, Holder: holder}
 }
 
 // tooLate is the error of a try that took longer than its context or than TTL/4.
@@ -292,12 +204,15 @@ func (l *Locker) tooLate(ctx context.Context, key string) error {
 	return fmt.Errorf("%w: acquire lock %s: took longer than %v, a quarter of the TTL", ErrUnavailable, key, l.ttl/4)
 }
 
-// giveBack frees what a try without a known outcome may have claimed. If it fails, the key lapses within one TTL. It wakes
-// nobody: the one who waits is often the one whose try this was, and has to pause before the next.
-func (l *Locker) giveBack(key, value string) {
+// giveBack frees what a try without a known outcome may have claimed. It wakes nobody: the one who waits is often the one
+// whose try this was, and has to pause before the next.
+func (l *Locker) giveBack(lease store.Lease) {
+	if lease == nil {
+		return
+	}
 	ctx, cancel := context.WithTimeout(context.Background(), l.ttl)
 	defer cancel()
-	_ = releaseScript.Run(ctx, l.rdb, []string{key}, value).Err()
+	lease.GiveBack(ctx)
 }
 
 // validUntil is when a holder must stop believing in a lock whose TTL was set by a command sent at sent: a tenth of the TTL
@@ -319,25 +234,43 @@ func (k *Lock) validity() (time.Duration, error) {
 	case state == stateAbandoned:
 		return 0, fmt.Errorf("%w: lock %s: it has been abandoned: %w", ErrLost, k.key, cause)
 	case state == stateHeld && left <= 0:
-		return 0, k.lose(fmt.Errorf("%w: lock %s: Redis has not confirmed it in time", ErrLost, k.key))
+		return 0, k.lose(fmt.Errorf("%w: lock %s: %s has not confirmed it in time", ErrLost, k.key, k.locker.store.Name()))
 	case state == stateLost:
 		return 0, cause
 	}
 	return left, nil
 }
 
-// extend asks Redis for another TTL. It returns nil, ErrLost, or ErrUnavailable for anything that leaves the lock in doubt.
+// extend asks for another TTL. It returns nil, ErrLost, or ErrUnavailable for anything that leaves the lock in doubt.
 func (k *Lock) extend(ctx context.Context) error {
 	sent := time.Now()
-	reply, err := extendScript.Run(ctx, k.locker.rdb, []string{k.key}, k.value, k.locker.ttl.Milliseconds()).Int()
+	err := k.claim.Extend(ctx)
+	var gone store.Gone
 	switch {
-	case err == nil && reply == replyOurs:
+	case err == nil:
 		return k.renew(sent)
-	case err == nil, isWrongType(err):
-		return k.lose(fmt.Errorf("%w: lock %s: the key is gone or somebody else's", ErrLost, k.key))
+	case errors.As(err, &gone):
+		return k.loseTo(gone)
 	default:
 		return fmt.Errorf("%w: extend lock %s: %w", ErrUnavailable, k.key, err)
 	}
+}
+
+// loseTo declares the lock lost for what the store said.
+func (k *Lock) loseTo(why store.Gone) error {
+	return k.lose(fmt.Errorf("%w: lock %s: %w", ErrLost, k.key, why))
+}
+
+// owner is what the store sees of a lock.
+type owner Lock
+
+// Lose takes the store's word that the lock is lost.
+func (o *owner) Lose(why store.Gone) { _ = (*Lock)(o).loseTo(why) }
+
+// Ended returns why the lock has ended, nil while it has not.
+func (o *owner) Ended() error {
+	_, ended := (*Lock)(o).validity()
+	return ended
 }
 
 // hold runs fn under the lock and then ends it, however fn ends: a return, a panic or runtime.Goexit.
@@ -345,12 +278,20 @@ func (k *Lock) hold(fn func(context.Context) error) (err error) {
 	returned := false
 	defer func() {
 		lost := k.isLost() // before the release, since only a loss that fn could see is fn's to answer for
-		released := k.release(returned && err == nil && k.locker.doneFor > 0 && !k.unrun.Load())
-		bound := time.NewTimer(k.locker.patience())
-		defer bound.Stop()
-		select {
-		case <-released:
-		case <-bound.C:
+		succeeded := returned && err == nil
+		released := k.release(succeeded && !k.unrun.Load())
+		if k.locker.store.Transactional() {
+			<-released // what fn has done is not done before
+			if succeeded {
+				err = k.workErr
+			}
+		} else {
+			bound := time.NewTimer(k.locker.patience())
+			defer bound.Stop()
+			select {
+			case <-released:
+			case <-bound.C:
+			}
 		}
 		if err != nil && lost != nil && !errors.Is(err, ErrLost) {
 			err = &lostError{err, lost}
@@ -362,26 +303,29 @@ func (k *Lock) hold(fn func(context.Context) error) (err error) {
 }
 
 // release ends the lock once and frees its key in the background. The channel it returns is closed when that is over.
-func (k *Lock) release(done bool) <-chan struct{} {
+func (k *Lock) release(succeeded bool) <-chan struct{} {
 	if !k.releasing.CompareAndSwap(false, true) {
 		return k.released
 	}
 	_, ended := k.validity()
 	held := ended == nil && k.end(stateReleased, context.Canceled)
 	k.locker.spawn(func() {
-		reply, err := k.settle(done)
+		work, err := k.settle(succeeded, held)
+		k.workErr = work
+		var gone store.Gone
 		switch {
 		case !held:
 			_, k.releaseErr = k.validity()
+			if succeeded && k.locker.store.Transactional() {
+				k.workErr = k.releaseErr
+			}
 			<-k.told
-		case err != nil:
+		case errors.As(err, &gone):
+			k.releaseErr = fmt.Errorf("%w: lock %s: %w", ErrLost, k.key, gone)
+			k.book(EventLost, k.releaseErr)
+		default:
 			k.releaseErr = err
 			k.book(EventReleased, err)
-		case reply == replyAnother: // or freed by a try whose reply was lost, and taken since; a loss is the safer guess
-			k.releaseErr = fmt.Errorf("%w: lock %s: somebody else's at its release", ErrLost, k.key)
-			k.book(EventLost, k.releaseErr)
-		default: // gone while we were valid: an earlier try freed it and its reply was lost
-			k.book(EventReleased, nil)
 		}
 		l := k.locker
 		l.mu.Lock()
@@ -394,30 +338,18 @@ func (k *Lock) release(done bool) <-chan struct{} {
 	return k.released
 }
 
-// settle frees the key or replaces it by the done marker, and tries again while the key can still be ours.
-func (k *Lock) settle(done bool) (reply int, err error) {
+// settle frees the key, leaving a done marker where the work succeeded and WithDoneFor wants one.
+func (k *Lock) settle(succeeded, held bool) (work, err error) {
 	l := k.locker
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(k.ctx), l.ttl)
 	defer cancel()
-	script, args := releaseScript, []any{k.value}
-	if done {
+	end := store.End{Succeeded: succeeded, Held: held, DoneFor: l.doneFor}
+	if succeeded && l.doneFor > 0 {
 		marker := k.self
 		marker.Since, marker.Done = time.Now(), true
-		script, args = doneScript, append(args, encodeValue(marker, k.token), l.doneFor.Milliseconds())
+		end.Marker = encodeValue(marker, k.token)
 	}
-	for {
-		reply, err = script.Run(ctx, l.rdb, []string{k.key}, args...).Int()
-		switch {
-		case err == nil:
-			return reply, nil
-		case isWrongType(err):
-			return replyAnother, nil
-		}
-		err = redisError("release lock", k.key, err)
-		if !errors.Is(err, ErrUnavailable) || errors.Is(err, redis.ErrClosed) || !sleep(ctx, l.retryInterval()) {
-			return 0, err
-		}
-	}
+	return k.claim.Release(ctx, end)
 }
 
 // end moves the lock out of the held state, stops its timers and cancels its context. It reports whether it was the one
@@ -508,29 +440,3 @@ type lostError struct{ err, lost error }
 
 func (e *lostError) Error() string   { return e.err.Error() + " (" + e.lost.Error() + ")" }
 func (e *lostError) Unwrap() []error { return []error{e.err, e.lost} }
-
-// outages are the replies of a Redis that is there but can't serve the command now.
-var outages = []string{
-	"LOADING ", "BUSY ", "READONLY ", "MASTERDOWN ", "CLUSTERDOWN ", "TRYAGAIN ", "NOREPLICAS ", "OOM ", "MISCONF ",
-	"max number of clients", // HasErrorPrefix drops the ERR before it
-}
-
-// redisError wraps an error of go-redis: as ErrUnavailable when Redis could not be reached or can't serve now, plainly when
-// it refused, since trying again would not help.
-func redisError(verb, key string, err error) error {
-	var reply redis.Error
-	unavailable := !errors.As(err, &reply)
-	for _, prefix := range outages {
-		unavailable = unavailable || redis.HasErrorPrefix(err, prefix)
-	}
-	if unavailable {
-		return fmt.Errorf("%w: %s %s: %w", ErrUnavailable, verb, key, err)
-	}
-	return fmt.Errorf("redislock: %s %s: %w", verb, key, err)
-}
-
-// isWrongType reports whether something other than a string is at the key. Scripts wrap the reply, so its place varies.
-func isWrongType(err error) bool {
-	var reply redis.Error
-	return errors.As(err, &reply) && strings.Contains(err.Error(), "WRONGTYPE")
-}

@@ -245,7 +245,7 @@ func TestAHolderPausedPastItsTTLLeavesItsSuccessorAlone(t *testing.T) {
 				if asked := len(paused.LockLink.Sent("", old.Key())) > 0; asked != test.asks {
 					t.Errorf("Redis was asked: %t, want %t", asked, test.asks)
 				}
-				if now, _ := w.Redis.Get(old.Key()); now != value || now != successor.value {
+				if now, _ := w.Redis.Get(old.Key()); now != value || now != valueOf(successor) {
 					t.Errorf("the key holds %s, want the successor's %s", now, value)
 				}
 				if left := w.Redis.TTL(old.Key()); left != ttl-time.Second {
@@ -297,7 +297,7 @@ func TestACommandHeldUpInTheNetworkLeavesTheSuccessorAlone(t *testing.T) {
 				successor := heldLock(t, locker(other, &b, WithTTL(rest)), "n")
 				stopWatchdog(successor) // so that its TTL only goes down
 				for taken := time.Now(); time.Since(taken) < 4*ttl; time.Sleep(100 * time.Millisecond) {
-					if now, _ := w.Redis.Get(old.Key()); now != successor.value {
+					if now, _ := w.Redis.Get(old.Key()); now != valueOf(successor) {
 						t.Fatalf("the key holds %q, want the successor's", now)
 					}
 					if left, want := w.Redis.TTL(old.Key()), rest-time.Since(taken); left != want {
@@ -335,7 +335,7 @@ func TestALostReplyOfTheAcquireIsNoContention(t *testing.T) {
 				s := lockedService(h, func(ctx context.Context) error {
 					defer runs.Start("work")()
 					k, _ := FromContext(ctx)
-					if value, _ := w.Redis.Get(k.Key()); value != k.value {
+					if value, _ := w.Redis.Get(k.Key()); value != valueOf(k) {
 						t.Errorf("the handler runs while the key holds %q", value)
 					}
 					if left := w.Redis.TTL(k.Key()); left != ttl {
@@ -527,7 +527,7 @@ func TestAReleaseSentAgainLeavesAQuickSuccessorAlone(t *testing.T) {
 				if n := len(h.LockLink.Sent(script.Hash())); n != 2 {
 					t.Errorf("sent %d times, want it sent again", n)
 				}
-				if value, _ := w.Redis.Get(k1); value != successor.value || w.Redis.TTL(k1) != rest-w.Elapsed() {
+				if value, _ := w.Redis.Get(k1); value != valueOf(successor) || w.Redis.TTL(k1) != rest-w.Elapsed() {
 					t.Errorf("the key holds %q with TTL %s, want the successor's and %s", value, w.Redis.TTL(k1), rest-w.Elapsed())
 				}
 				if err := errors.Join(successor.Check(t.Context()), successor.Release(t.Context())); err != nil {
@@ -793,7 +793,7 @@ func TestADeafHandlerKeepsItsLockUntilTheGraceEnds(t *testing.T) {
 				abandoned := began.Add(timeout + grace)
 				for time.Until(abandoned) > time.Millisecond {
 					time.Sleep(min(100*time.Millisecond, time.Until(abandoned)-time.Millisecond))
-					if value, _ := w.Redis.Get(s.key); value != lock.value {
+					if value, _ := w.Redis.Get(s.key); value != valueOf(lock) {
 						t.Fatalf("%s before the grace ends the key holds %q", time.Until(abandoned), value)
 					}
 				}
@@ -810,10 +810,10 @@ func TestADeafHandlerKeepsItsLockUntilTheGraceEnds(t *testing.T) {
 				if err := lock.Check(t.Context()); !errors.Is(err, ErrLost) {
 					t.Errorf("Check says %v, want ErrLost", err)
 				}
-				extends := len(h.LockLink.Sent(extendScript.Hash(), lock.value))
+				extends := len(h.LockLink.Sent(extendScript.Hash(), valueOf(lock)))
 
 				// The key lapses, and only then the task runs again.
-				w.Until(ttl, "key lapsed", func() bool { value, _ := w.Redis.Get(s.key); return value != lock.value })
+				w.Until(ttl, "key lapsed", func() bool { value, _ := w.Redis.Get(s.key); return value != valueOf(lock) })
 				if early := abandoned.Add(ttl * 2 / 3); time.Now().Before(early) {
 					t.Errorf("the key was gone %s after the grace ended; it was to lapse, not to be deleted", time.Since(abandoned))
 				}
@@ -821,7 +821,7 @@ func TestADeafHandlerKeepsItsLockUntilTheGraceEnds(t *testing.T) {
 				if n := runs.Count("again"); n != 1 || runs.Running("deaf") != 1 {
 					t.Errorf("%d later runs, %d deaf handler; want 1, 1", n, runs.Running("deaf"))
 				}
-				if n := len(h.LockLink.Sent(extendScript.Hash(), lock.value)); n != extends {
+				if n := len(h.LockLink.Sent(extendScript.Hash(), valueOf(lock))); n != extends {
 					t.Errorf("extended %d times after it was abandoned", n-extends)
 				}
 				marker, _ := w.Redis.Get(s.key)

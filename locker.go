@@ -11,15 +11,17 @@ import (
 
 	"github.com/hibiken/asynq"
 	"github.com/redis/go-redis/v9"
+
+	"example.com/redislock/internal/store"
 )
 
 // Locker makes locks on one Redis with one set of options. All methods are safe for concurrent use. An idle Locker owns no
 // goroutine, connection or timer, and it never closes the client. The zero Locker is not usable; call New.
 type Locker struct {
 	config
-	rdb  redis.UniversalClient
-	host string
-	pid  int
+	store store.Store
+	host  string
+	pid   int
 
 	mu      sync.Mutex
 	closing chan struct{}       // closed by Shutdown
@@ -44,9 +46,21 @@ func New(rdb redis.UniversalClient, opts ...Option) (*Locker, error) {
 		return nil, errors.New("redislock: configure: *redis.Ring moves keys when a shard drops, so it cannot hold locks; " +
 			"use a client, a failover client or a cluster client")
 	}
+	return NewOn(redisStore{rdb}, opts...)
+}
+
+// NewOn is New for another place to keep locks. Its store comes from a module of this project, such as pgfence; there is no way
+// to bring one's own.
+func NewOn(s store.Store, opts ...Option) (*Locker, error) {
 	c, err := newConfig(opts)
 	if err != nil {
 		return nil, err
+	}
+	if s.Transactional() && c.fencing {
+		return nil, fmt.Errorf("redislock: configure WithFencing: a lock in %s needs no number: nothing is written after its loss", s.Name())
+	}
+	if s.Transactional() && c.failOpen {
+		return nil, fmt.Errorf("redislock: configure WithFailOpen: a lock in %s can't do without it: the work is part of its transaction", s.Name())
 	}
 	host, err := os.Hostname()
 	if err != nil {
@@ -54,7 +68,7 @@ func New(rdb redis.UniversalClient, opts ...Option) (*Locker, error) {
 	}
 	return &Locker{
 		config:  c,
-		rdb:     rdb,
+		store:   s,
 		host:    host,
 		pid:     os.Getpid(),
 		closing: make(chan struct{}),
@@ -122,12 +136,9 @@ func (l *Locker) Holder(ctx context.Context, name string) (h Holder, ok bool, er
 	if err != nil {
 		return Holder{}, false, err
 	}
-	value, err := l.rdb.Get(ctx, key).Result()
-	if errors.Is(err, redis.Nil) {
-		return Holder{}, false, nil
-	}
-	if err != nil {
-		return Holder{}, false, redisError("read lock", key, err)
+	value, ok, err := l.store.Read(ctx, key)
+	if err != nil || !ok {
+		return Holder{}, false, err
 	}
 	if h, err = decodeValue(value); err != nil {
 		return Holder{}, false, fmt.Errorf("redislock: read lock %s: %w", key, err)
@@ -142,8 +153,8 @@ func (l *Locker) ForceRelease(ctx context.Context, name string) error {
 	if err != nil {
 		return err
 	}
-	if err := l.rdb.Del(ctx, key).Err(); err != nil {
-		return redisError("force release of lock", key, err)
+	if err := l.store.Free(ctx, key); err != nil {
+		return err
 	}
 	l.wake(key)
 	return nil

@@ -63,7 +63,7 @@ func TestOnRealServersALockLives(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if value := rdb.Get(ctx, lock.Key()).Val(); value != lock.value || !strings.HasPrefix(value, "redislock/1 {") {
+		if value := rdb.Get(ctx, lock.Key()).Val(); value != valueOf(lock) || !strings.HasPrefix(value, "redislock/1 {") {
 			t.Errorf("value %q", value)
 		}
 		if ttl := rdb.PTTL(ctx, lock.Key()).Val(); ttl <= 0 || ttl > realTTL {

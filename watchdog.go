@@ -48,7 +48,7 @@ func (k *Lock) tick() {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(k.ctx), k.locker.ttl)
 	defer cancel()
 	if k.extend(ctx) != nil {
-		k.setTick(k.locker.retryInterval())
+		k.setTick(retryInterval(k.locker.ttl))
 	}
 }
 
@@ -101,7 +101,7 @@ func (l *Locker) after(d time.Duration, fn func()) *time.Timer {
 }
 
 // retryInterval is the pause after a call that failed.
-func (l *Locker) retryInterval() time.Duration { return max(l.ttl/30, 50*time.Millisecond) }
+func retryInterval(ttl time.Duration) time.Duration { return max(ttl/30, 50*time.Millisecond) }
 
 // waitFor waits until done is closed, or ctx ends, and reports whether it is done.
 func waitFor(ctx context.Context, done <-chan struct{}) bool {

@@ -21,9 +21,9 @@ import (
 
 // extendTimes returns when the lock's extensions were sent, since its SET was.
 func extendTimes(h *virtual.Host, k *Lock) []time.Duration {
-	began := h.LockLink.Sent("SET", k.value)[0].At
+	began := h.LockLink.Sent("SET", valueOf(k))[0].At
 	var times []time.Duration
-	for _, c := range h.LockLink.Sent(extendScript.Hash(), k.value) {
+	for _, c := range h.LockLink.Sent(extendScript.Hash(), valueOf(k)) {
 		times = append(times, c.At.Sub(began))
 	}
 	return times

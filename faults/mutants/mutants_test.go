@@ -38,7 +38,7 @@ var mutants = []mutant{
 		{"script/done.lua", "if not value or value == ARGV[1] then", "if true then"},
 	}},
 	{name: "SET NX that does not know its own value", found: []string{history.BadSkip}, class: "swallow-acquire", real: true, edits: []edit{
-		{"lock.go", "case present == value:", "case false:"},
+		{"redis.go", "case present == r.Value:", "case false:"},
 	}},
 	{name: "acquire that outlives the task's context", found: []string{history.BadStart}, edits: []edit{
 		{"lock.go", "bound, cancel := context.WithTimeout(ctx, l.ttl/4)", "bound, cancel := context.WithTimeout(context.WithoutCancel(ctx), l.ttl/4)"},
@@ -58,13 +58,13 @@ var mutants = []mutant{
 		{"policy.go", "last, left := lastAttempt(s.ctx), s.left(v.wait)", "last, left := lastAttempt(s.ctx), s.left(v.wait)\n\tif last {\n\t\treturn false\n\t}"},
 	}},
 	{name: "marker after a failure", found: []string{history.BadMarker}, edits: []edit{
-		{"lock.go", "k.release(returned && err == nil && k.locker.doneFor > 0", "k.release(returned && k.locker.doneFor > 0"},
+		{"lock.go", "k.release(succeeded && ", "k.release(returned && "},
 	}},
 	{name: "marker after a panic", found: []string{history.BadMarker}, edits: []edit{
-		{"lock.go", "k.release(returned && err == nil && k.locker.doneFor > 0", "k.release((returned || err == nil) && err == nil && k.locker.doneFor > 0"},
+		{"lock.go", "succeeded := returned && err == nil", "succeeded := err == nil"},
 	}},
 	{name: "validity from the reply to acquire", found: []string{history.BadNotice, history.BadOverlap}, edits: []edit{
-		{"lock.go", "c.fence = fence\n", "c.sent, c.fence = time.Now(), fence\n"},
+		{"redis.go", "c.Fence = fence\n", "c.Sent, c.Fence = time.Now(), fence\n"},
 	}},
 	{name: "validity from the reply to extend", found: []string{history.BadNotice, history.BadOverlap}, edits: []edit{
 		{"lock.go", "return k.renew(sent)", "return k.renew(sent.Add(time.Since(sent)))"},
@@ -94,7 +94,7 @@ var mutants = []mutant{
 		{"watchdog.go", "k.locker.after(k.locker.grace, func() {", "k.locker.after(1000*k.locker.ttl, func() {"},
 	}},
 	{name: "key freed before the handler runs", found: []string{history.BadOverlap, history.BadLoss}, edits: []edit{
-		{"lock.go", "err = fn(k.ctx)", "k.settle(false)\n\terr = fn(k.ctx)"},
+		{"lock.go", "err = fn(k.ctx)", "k.settle(false, true)\n\terr = fn(k.ctx)"},
 	}},
 	{name: "no release after a panic", found: []string{history.BadGrace}, edits: []edit{
 		{"lock.go", "lost := k.isLost()", "if !returned {\n\t\t\treturn\n\t\t}\n\t\tlost := k.isLost()"},
@@ -116,19 +116,19 @@ var mutants = []mutant{
 		{"policy.go", "case errors.Is(err, ErrUnavailable):\n\t\treturn verdict{", "case errors.Is(err, ErrUnavailable):\n\t\treturn verdict{kind: EventSkipped}\n\tcase false:\n\t\treturn verdict{"},
 	}},
 	{name: "lock without a TTL", found: []string{history.BadTTL}, edits: []edit{
-		{"lock.go", `"nx", "get", "px", l.ttl.Milliseconds())`, `"nx", "get")`},
+		{"redis.go", `"nx", "get", "px", r.TTL.Milliseconds())`, `"nx", "get")`},
 	}},
 	{name: "contention counts", found: []string{history.BadBooks}, edits: []edit{
 		{"asynq.go", "return contentionIn(err) == nil && isFailure(err)", "return isFailure(err)"},
 	}},
 	{name: "Shutdown frees the keys of running handlers", found: []string{history.BadOverlap}, edits: []edit{
-		{"lock.go", "func (k *Lock) giveUp(cause error) {\n", "func (k *Lock) giveUp(cause error) {\n\tdefer k.settle(false)\n"},
+		{"lock.go", "func (k *Lock) giveUp(cause error) {\n", "func (k *Lock) giveUp(cause error) {\n\tdefer k.settle(false, true)\n"},
 	}},
 	{name: "no outcome after a panic", found: []string{history.BadBooks}, edits: []edit{
 		{"middleware.go", "defer func() {\n\t\tl.emit(ctx, e)", "defer func() {\n\t\tif e.Err != errUnfinished {\n\t\t\tl.emit(ctx, e)\n\t\t}"},
 	}},
 	{name: "middleware twice is a stranger", found: []string{history.BadSkip}, edits: []edit{
-		{"chain.go", "if k.key != key || k.locker.rdb != l.rdb || k.isReleased() {", "if true {"},
+		{"chain.go", "if k.key != key || k.locker.store != l.store || k.isReleased() {", "if true {"},
 	}},
 	{name: "the same fencing number again", found: []string{history.BadFence}, edits: []edit{
 		{"script/acquire.lua", "  fence = now\n", "  fence = '1'\n"},

@@ -1,0 +1,198 @@
+package redislock
+
+import (
+	"context"
+	_ "embed"
+	"errors"
+	"fmt"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+
+	"example.com/redislock/internal/store"
+)
+
+// The algorithm is the single-instance lock of the Redis documentation: SET NX PX with a random token, compare-and-delete in
+// Lua. Everything that is said to Redis is said here.
+
+//go:embed script/acquire.lua
+var acquireSource string
+
+//go:embed script/extend.lua
+var extendSource string
+
+//go:embed script/release.lua
+var releaseSource string
+
+//go:embed script/done.lua
+var doneSource string
+
+var (
+	acquireScript = redis.NewScript(acquireSource)
+	extendScript  = redis.NewScript(extendSource)
+	releaseScript = redis.NewScript(releaseSource)
+	doneScript    = redis.NewScript(doneSource)
+)
+
+// What extend, release and done answer.
+const (
+	replyOurs    = 1
+	replyAnother = -1 // 0, from release and extend: nobody's
+)
+
+// fenceLifetime is how long a fence counter is kept after the last acquire. Redis's clock takes over from there.
+const fenceLifetime = 24 * time.Hour
+
+// redisStore keeps locks in Redis.
+type redisStore struct{ rdb redis.UniversalClient }
+
+func (redisStore) Name() string        { return "Redis" }
+func (redisStore) Transactional() bool { return false }
+
+// Claim asks for the key. go-redis resends a command whose reply was lost, so finding our own value means that it is ours; its
+// TTL has been running since the first send, hence the extension.
+func (s redisStore) Claim(ctx context.Context, r store.Request) (store.Claim, error) {
+	set := s.set
+	if r.Fencing {
+		set = s.setFenced
+	}
+	lease := &redisLease{rdb: s.rdb, key: r.Key, value: r.Value, ttl: r.TTL}
+	c := store.Claim{Lease: lease, Sent: time.Now()}
+	present, fence, err := set(ctx, r)
+	switch {
+	case errors.Is(err, redis.Nil):
+		c.Fence = fence
+		return c, nil
+	case err != nil:
+		if err = redisError("acquire lock", r.Key, err); !errors.Is(err, ErrUnavailable) {
+			c.Lease = nil // it was refused
+		}
+		return c, err
+	case present == r.Value:
+		c.Sent = time.Now()
+		if err := lease.Extend(ctx); err != nil {
+			return c, fmt.Errorf("%w: acquire lock %s: its reply was lost, and then: %w", ErrUnavailable, r.Key, err)
+		}
+		return c, nil
+	}
+	return store.Claim{}, &store.Taken{Value: present}
+}
+
+// set sets the key to the value unless something is there, which it returns; redis.Nil says that it did.
+func (s redisStore) set(ctx context.Context, r store.Request) (present string, _ int64, err error) {
+	set := redis.NewStatusCmd(ctx, "set", r.Key, r.Value, "nx", "get", "px", r.TTL.Milliseconds())
+	_ = s.rdb.Process(ctx, set)
+	present, err = set.Result()
+	return present, 0, err
+}
+
+// setFenced is set with a fencing number, by a script that extends what it finds to be ours itself.
+func (s redisStore) setFenced(ctx context.Context, r store.Request) (present string, fence int64, err error) {
+	reply, err := acquireScript.Run(ctx, s.rdb, []string{r.Key, r.Key + ":fence"}, r.Value, r.TTL.Milliseconds(), fenceLifetime.Milliseconds()).Slice()
+	if err != nil {
+		return "", 0, err
+	}
+	present, _ = reply[0].(string)
+	if present != r.Value {
+		return present, 0, nil
+	}
+	number, _ := reply[1].(string)
+	if fence, err = strconv.ParseInt(number, 10, 64); err != nil {
+		return "", 0, err
+	}
+	return "", fence, redis.Nil
+}
+
+// Read gets what is at the key.
+func (s redisStore) Read(ctx context.Context, key string) (value string, ok bool, err error) {
+	value, err = s.rdb.Get(ctx, key).Result()
+	if errors.Is(err, redis.Nil) {
+		return "", false, nil
+	}
+	if err != nil {
+		return "", false, redisError("read lock", key, err)
+	}
+	return value, true, nil
+}
+
+// Free deletes the key.
+func (s redisStore) Free(ctx context.Context, key string) error {
+	if err := s.rdb.Del(ctx, key).Err(); err != nil {
+		return redisError("force release of lock", key, err)
+	}
+	return nil
+}
+
+// redisLease is a key with our value.
+type redisLease struct {
+	rdb        redis.UniversalClient
+	key, value string
+	ttl        time.Duration
+}
+
+// Bind has nothing to add to the context.
+func (r *redisLease) Bind(ctx context.Context, _ store.Owner) context.Context { return ctx }
+
+// Extend sets the TTL anew if the key is still ours.
+func (r *redisLease) Extend(ctx context.Context) error {
+	reply, err := extendScript.Run(ctx, r.rdb, []string{r.key}, r.value, r.ttl.Milliseconds()).Int()
+	if err == nil && reply != replyOurs || isWrongType(err) {
+		return store.Gone("the key is gone or somebody else's")
+	}
+	return err
+}
+
+// Release deletes the key or replaces it by the done marker, and tries again while the key can still be ours.
+func (r *redisLease) Release(ctx context.Context, end store.End) (work, err error) {
+	script, args := releaseScript, []any{r.value}
+	if end.Succeeded && end.Marker != "" {
+		script, args = doneScript, append(args, end.Marker, end.DoneFor.Milliseconds())
+	}
+	for {
+		reply, err := script.Run(ctx, r.rdb, []string{r.key}, args...).Int()
+		switch {
+		case err == nil && reply == replyAnother, isWrongType(err):
+			// Or freed by a try whose reply was lost, and taken since; a loss is the safer guess.
+			return nil, store.Gone("somebody else's at its release")
+		case err == nil: // also gone: an earlier try freed it and its reply was lost
+			return nil, nil
+		}
+		err = redisError("release lock", r.key, err)
+		if !errors.Is(err, ErrUnavailable) || errors.Is(err, redis.ErrClosed) || !sleep(ctx, retryInterval(r.ttl)) {
+			return nil, err
+		}
+	}
+}
+
+// GiveBack deletes the key if it is ours. If it fails, the key lapses within one TTL.
+func (r *redisLease) GiveBack(ctx context.Context) {
+	_ = releaseScript.Run(ctx, r.rdb, []string{r.key}, r.value).Err()
+}
+
+// outages are the replies of a Redis that is there but can't serve the command now.
+var outages = []string{
+	"LOADING ", "BUSY ", "READONLY ", "MASTERDOWN ", "CLUSTERDOWN ", "TRYAGAIN ", "NOREPLICAS ", "OOM ", "MISCONF ",
+	"max number of clients", // HasErrorPrefix drops the ERR before it
+}
+
+// redisError wraps an error of go-redis: as ErrUnavailable when Redis could not be reached or can't serve now, plainly when
+// it refused, since trying again would not help.
+func redisError(verb, key string, err error) error {
+	var reply redis.Error
+	unavailable := !errors.As(err, &reply)
+	for _, prefix := range outages {
+		unavailable = unavailable || redis.HasErrorPrefix(err, prefix)
+	}
+	if unavailable {
+		return fmt.Errorf("%w: %s %s: %w", ErrUnavailable, verb, key, err)
+	}
+	return fmt.Errorf("redislock: %s %s: %w", verb, key, err)
+}
+
+// isWrongType reports whether something other than a string is at the key. Scripts wrap the reply, so its place varies.
+func isWrongType(err error) bool {
+	var reply redis.Error
+	return errors.As(err, &reply) && strings.Contains(err.Error(), "WRONGTYPE")
+}
