@@ -61,7 +61,7 @@ var mutants = []mutant{
 		{"lock.go", "k.release(succeeded && ", "k.release(returned && "},
 	}},
 	{name: "marker after a panic", found: []string{history.BadMarker}, edits: []edit{
-		{"lock.go", "succeeded := returned && err == nil", "succeeded := err == nil"},
+		{"lock.go", "succeeded := returned && err == nil", "succeeded := (returned || err == nil) && err == nil"},
 	}},
 	{name: "validity from the reply to acquire", found: []string{history.BadNotice, history.BadOverlap}, edits: []edit{
 		{"redis.go", "c.Fence = fence\n", "c.Sent, c.Fence = time.Now(), fence\n"},
