@@ -22,7 +22,8 @@
 //
 // A process that is paused past the TTL (a stopped virtual machine, a very long garbage collection) wakes up and can touch
 // the outside world before its context says stop; Lock.Check right before a side effect makes that window small, not zero.
-// WithFencing lets what is written to refuse such a holder.
+// WithFencing lets what is written to refuse such a holder; the pgfence module checks its numbers in PostgreSQL, and has a lock
+// inside the database for work where a late write would corrupt data.
 // The local clock must run while the process does: a machine that was suspended counts as paused. A failover or a flush of
 // Redis can lose a lock and with it the exclusion. WithFailOpen gives up exclusion while Redis is unavailable.
 //

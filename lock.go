@@ -189,6 +189,9 @@ func refusal(key string, err error) error {
 	if !errors.As(err, &taken) {
 		return err
 	}
+	if taken.Unknown {
+		return &HeldError{Key: key}
+	}
 	holder, err := decodeValue(taken.Value)
 	if errors.Is(err, errForeignValue) {
 		return fmt.Errorf("redislock: acquire lock %s: %w", key, err)

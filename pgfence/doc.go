@@ -31,8 +31,8 @@
 //	)
 //	UPDATE accounts SET balance = $2 WHERE id = 7 AND EXISTS (SELECT FROM guard)
 //
-// Guard works at every isolation level; under repeatable read and serializable, a transaction that has been overtaken gets a
-// serialization failure instead of ErrStale. A row of redislock_fences may be deleted when nobody can write to its resource any more.
+// Guard works at every isolation level. Under repeatable read and serializable, a transaction that has been overtaken gets ErrStale
+// or a serialization failure, and a newer holder's may get the latter as well, to be tried again. A row of redislock_fences may be deleted when nobody can write to its resource any more.
 //
 // # The row lock
 //
@@ -55,7 +55,11 @@
 //
 //   - A commit that fails is the task's result, although its handler returned nil.
 //   - A lock that is lost takes the work along: it is rolled back. Release by hand rolls back as well.
-//   - The lock of a killed process is free at once. TTL only counts where a host vanishes or a process is stopped.
+//   - The lock of a killed process is free as soon as PostgreSQL sees its connection closed, which it does not before a statement
+//     that is running has ended. TTL only counts where a host vanishes or a process is stopped.
+//   - A statement that is under way is not watched: over a network that has gone silent it ends with its context, or with the
+//     patience of TCP.
+//   - A handler that ends the transaction by SQL of its own (COMMIT, ROLLBACK) fails, and what it has committed stays.
 //   - ForceRelease ends the holder's session, which takes the right to (pg_signal_backend, or the same user).
 //
 // # Timeouts

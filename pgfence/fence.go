@@ -5,6 +5,7 @@ import (
 	_ "embed"
 	"errors"
 	"fmt"
+	"reflect"
 	"strings"
 	"unicode/utf8"
 
@@ -54,7 +55,7 @@ ON CONFLICT (resource) DO UPDATE SET fence = excluded.fence WHERE f.fence `
 // one. It waits for a writing transaction under Guard to end, so bound it by ctx, or by lock_timeout. resource is what is
 // written to, 1 to 1000 bytes of UTF-8; locks that guard one resource must have one key, or their numbers can't be compared.
 func Claim(ctx context.Context, db DB, resource string, fence int64) error {
-	if db == nil {
+	if isNil(db) {
 		return errors.New("pgfence: claim: the database is nil")
 	}
 	return move(ctx, db, "claim", "< excluded.fence", resource, fence)
@@ -64,7 +65,7 @@ func Claim(ctx context.Context, db DB, resource string, fence int64) error {
 // higher already, and then the transaction must not commit. Until it ends, the resource's row is locked, so that no newer holder
 // can come between the check and the writes. The holder whose number it is may write as often as it likes.
 func Guard(ctx context.Context, tx pgx.Tx, resource string, fence int64) error {
-	if tx == nil {
+	if isNil(tx) {
 		return errors.New("pgfence: guard: the transaction is nil")
 	}
 	return move(ctx, tx, "guard", "<= excluded.fence", resource, fence)
@@ -85,6 +86,11 @@ func move(ctx context.Context, db DB, verb, below, resource string, fence int64)
 		return fmt.Errorf("%w: %s %s with fence %d: a later holder has been there", ErrStale, verb, resource, fence)
 	}
 	return nil
+}
+
+func isNil(db any) bool {
+	v := reflect.ValueOf(db)
+	return !v.IsValid() || v.Kind() == reflect.Pointer && v.IsNil()
 }
 
 // explain adds what helps to the error of a missing table.

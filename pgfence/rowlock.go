@@ -46,7 +46,8 @@ func New(pool *pgxpool.Pool, opts ...redislock.Option) (*redislock.Locker, error
 // Tx returns the transaction that the handler, or the function given to Do, runs in; ok is false when it runs without a row lock.
 // It ends with the handler: its own Commit and Rollback only return an error, Begin gives a transaction within it, on a savepoint.
 // Like any pgx.Tx it is for one goroutine at a time. Read rows to their end before work that takes long: the connection can't
-// be watched meanwhile. After Conn or LargeObjects it is not watched any more, and must not idle for longer than the TTL.
+// be watched meanwhile. After Conn or LargeObjects it is not watched any more, must not idle for longer than the TTL, and does not
+// return to the pool. Once the lock has ended, Conn returns nil and all else an error.
 func Tx(ctx context.Context) (tx pgx.Tx, ok bool) {
 	tx, ok = ctx.Value(txContextKey{}).(*watchedTx)
 	return tx, ok
@@ -67,7 +68,7 @@ INSERT INTO redislock_holders (pid, key, value) VALUES (pg_backend_pid(), $1, $2
 ON CONFLICT (pid) DO UPDATE SET key = excluded.key, value = excluded.value`
 
 	// lockRow locks the row unless it is locked, or has a done marker, and does not wait.
-	lockRow = `SELECT key FROM redislock_locks WHERE key = $1 AND expires <= clock_timestamp() FOR UPDATE SKIP LOCKED`
+	lockRow = `SELECT key FROM redislock_locks WHERE key = $1 AND (value IS NULL OR expires <= clock_timestamp()) FOR UPDATE SKIP LOCKED`
 
 	// held finds the sessions that have a row locked: xmax is the transaction that has, and each transaction holds a lock on itself.
 	held = `FROM redislock_locks l
@@ -76,11 +77,11 @@ LEFT JOIN redislock_holders h ON h.pid = x.pid AND h.key = l.key
 WHERE l.key = $1`
 
 	// read returns the done marker, or else what the holder has published.
-	read = `SELECT CASE WHEN l.expires > clock_timestamp() THEN l.value ELSE h.value END ` + held
+	read = `SELECT CASE WHEN l.value IS NOT NULL AND l.expires > clock_timestamp() THEN l.value ELSE h.value END ` + held
 
 	markDone = `UPDATE redislock_locks SET value = $2, expires = clock_timestamp() + make_interval(secs => $3) WHERE key = $1`
 
-	// sweep removes rows that nobody has used for an hour. It spares the one that this session has published last: who found that
+	// sweep removes rows that were new, or whose marker ended, an hour ago. It spares the one that this session has published last: who found that
 	// locked would take the sweeper for its holder.
 	sweep = `DELETE FROM redislock_locks WHERE key IN (
   SELECT key FROM redislock_locks WHERE expires < now() - interval '1 hour'
@@ -92,43 +93,55 @@ WHERE l.key = $1`
 	sweepOdds = 32
 )
 
-// Claim locks the row of a key in a transaction that stays open.
+// Claim locks the row of a key in a transaction that stays open. It looks before it writes: what copies that come again and again
+// write could not be vacuumed while transactions are open.
 func (s rowStore) Claim(ctx context.Context, r store.Request) (store.Claim, error) {
 	conn, err := s.pool.Acquire(ctx)
 	if err != nil {
 		return store.Claim{}, failure("acquire lock", r.Key, fmt.Errorf("get a connection of the pool: %w", err))
 	}
-	l := &lease{conn: conn, key: r.Key}
-	var present string
+	l := &lease{pooled: conn, conn: conn.Conn(), key: r.Key}
+	present, err := look(ctx, conn, r.Key)
 	for range 3 { // a row that is neither ours nor anybody's has just been freed or swept
+		if err != nil || present != "" {
+			break
+		}
 		sent := time.Now()
 		var locked bool
 		if locked, present, err = l.lock(ctx, r); locked {
 			return store.Claim{Lease: l, Sent: sent}, nil
 		}
-		if err != nil || present != "" {
-			break
-		}
 	}
 	if err != nil {
-		l.drop()
+		l.discard()
 		return store.Claim{}, failure("acquire lock", r.Key, err)
 	}
 	conn.Release()
-	return store.Claim{}, &store.Taken{Value: present}
+	return store.Claim{}, &store.Taken{Value: present, Unknown: present == ""}
+}
+
+// look returns the done marker or the holder's value, "" for neither.
+func look(ctx context.Context, db interface {
+	QueryRow(context.Context, string, ...any) pgx.Row
+}, key string) (string, error) {
+	var found *string
+	err := db.QueryRow(ctx, read, key).Scan(&found)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return "", nil
+	}
+	if err != nil || found == nil {
+		return "", err
+	}
+	return *found, nil
 }
 
 // Read returns the done marker or the holder's value.
 func (s rowStore) Read(ctx context.Context, key string) (value string, ok bool, err error) {
-	var found *string
-	err = s.pool.QueryRow(ctx, read, key).Scan(&found)
-	switch {
-	case errors.Is(err, pgx.ErrNoRows), err == nil && found == nil:
-		return "", false, nil
-	case err != nil:
+	value, err = look(ctx, s.pool, key)
+	if err != nil {
 		return "", false, failure("read lock", key, err)
 	}
-	return *found, true, nil
+	return value, value != "", nil
 }
 
 // Free ends the session of the holder and removes a done marker. That this session once had the key must not make it look like the
@@ -142,7 +155,7 @@ func (s rowStore) Free(ctx context.Context, key string) error {
 			{`DELETE FROM redislock_holders WHERE pid = pg_backend_pid()`, nil},
 			{`SELECT pg_terminate_backend(x.pid) ` + held + ` AND x.pid IS NOT NULL`, []any{key}},
 			{`DELETE FROM redislock_locks WHERE key IN (
-  SELECT key FROM redislock_locks WHERE key = $1 AND expires > clock_timestamp() FOR UPDATE SKIP LOCKED)`, []any{key}},
+  SELECT key FROM redislock_locks WHERE key = $1 AND value IS NOT NULL FOR UPDATE SKIP LOCKED)`, []any{key}},
 		} {
 			if _, err := conn.Exec(ctx, q.sql, q.args...); err != nil {
 				return err
@@ -158,11 +171,12 @@ func (s rowStore) Free(ctx context.Context, key string) error {
 
 // lease is a connection with an open transaction that has the row locked.
 type lease struct {
-	conn  *pgxpool.Conn
-	key   string
-	tx    pgx.Tx
-	owner store.Owner
-	turns turns
+	pooled *pgxpool.Conn
+	conn   *pgx.Conn // of pooled, which forgets it when it is released
+	key    string
+	tx     pgx.Tx
+	owner  store.Owner
+	turns  turns
 }
 
 // lock tries once. Without the lock it returns the done marker or the holder's value, or neither, and no transaction is open.
@@ -182,22 +196,10 @@ func (l *lease) lock(ctx context.Context, r store.Request) (locked bool, present
 	if l.tx = results.Tx(); err != nil || locked {
 		return err == nil, "", err
 	}
-	var found *string
-	look := &pgx.Batch{}
-	look.Queue(read, r.Key).QueryRow(func(row pgx.Row) error {
-		if err := row.Scan(&found); !errors.Is(err, pgx.ErrNoRows) {
-			return err
-		}
-		return nil
-	})
-	look.Queue("rollback")
-	if err := l.conn.SendBatch(ctx, look).Close(); err != nil {
-		return false, "", err
+	if present, err = look(ctx, l.conn, r.Key); err == nil {
+		err = l.tx.Rollback(ctx)
 	}
-	if found != nil {
-		present = *found
-	}
-	return false, present, nil
+	return false, present, err
 }
 
 // Bind puts the transaction into the context.
@@ -213,7 +215,7 @@ func (l *lease) Extend(ctx context.Context) error {
 		return nil
 	}
 	err := l.conn.Ping(ctx)
-	closed := l.conn.Conn().IsClosed()
+	closed := l.conn.IsClosed()
 	l.turns.watched()
 	if err != nil && closed {
 		return store.Gone("its connection to PostgreSQL is lost: " + err.Error())
@@ -221,41 +223,65 @@ func (l *lease) Extend(ctx context.Context) error {
 	return err
 }
 
-// commitTime is how long a commit may take, if that is more than the time given.
-const commitTime = 30 * time.Second
+const (
+	commitTime   = 30 * time.Second // for a commit to be confirmed
+	rollbackTime = 2 * time.Second  // closing the connection does as well
+)
 
 // Release commits the work with its done marker, or rolls it back, and returns the connection to the pool.
 func (l *lease) Release(ctx context.Context, end store.End) (work, err error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), commitTime)
 	defer cancel()
-	defer l.conn.Release() // which closes one whose transaction has not ended
-	switch idle := l.turns.close(); {
-	case !end.Succeeded || !end.Held:
-		if !idle || l.conn.Conn().IsClosed() || l.tx.Rollback(ctx) != nil {
-			l.drop()
+	idle := l.turns.close(l.discard)
+	if !idle {
+		_ = l.conn.PgConn().Conn().Close() // ends a call that is under way
+	}
+	if !end.Succeeded || !end.Held {
+		if idle {
+			l.GiveBack(ctx)
 		}
 		return nil, nil
-	case !idle:
-		l.drop()
-		return fmt.Errorf("redislock: commit under lock %s: the handler has returned with rows or a call still open on its transaction", l.key), nil
-	case l.conn.Conn().PgConn().TxStatus() == 'E':
-		l.drop()
-		return fmt.Errorf("redislock: commit under lock %s: an error has aborted the transaction, and yet the handler returned nil", l.key), nil
 	}
-	if work = l.commit(ctx, end); work != nil {
-		unknown := l.conn.Conn().IsClosed()
-		l.drop()
+	if why := l.uncommittable(idle); why != "" {
+		if idle {
+			l.discard()
+		}
+		return fmt.Errorf("redislock: commit under lock %s: the handler returned nil, and yet %s", l.key, why), nil
+	}
+	if err := l.commit(ctx, end); err != nil {
+		unknown := l.conn.IsClosed()
+		l.discard()
 		if unknown {
+			work = fmt.Errorf("redislock: commit under lock %s: nobody knows whether it took effect: %w", l.key, err)
 			return work, fmt.Errorf("%w: %w", redislock.ErrUnavailable, work)
 		}
-		return work, nil
+		return fmt.Errorf("redislock: commit under lock %s: %w", l.key, err), nil
+	}
+	if l.turns.unwatched { // somebody may still have the connection
+		l.discard()
+		return nil, nil
 	}
 	if rand.N(sweepOdds) == 0 {
 		for _, sql := range []string{sweep, sweepHolders} {
 			_, _ = l.conn.Exec(ctx, sql) // there is always a next time
 		}
 	}
+	l.pooled.Release()
 	return nil, nil
+}
+
+// uncommittable returns why work that succeeded can't be committed.
+func (l *lease) uncommittable(idle bool) string {
+	if !idle {
+		return "rows or a call of its transaction are still open"
+	}
+	switch l.conn.PgConn().TxStatus() {
+	case 'T':
+		return ""
+	case 'E':
+		return "an error has aborted the transaction"
+	}
+	return "the transaction has ended, by a statement of its own or with the connection"
 }
 
 // commit commits, together with the done marker.
@@ -270,28 +296,26 @@ func (l *lease) commit(ctx context.Context, end store.End) error {
 		}
 		return nil
 	})
-	if err := l.conn.SendBatch(ctx, batch).Close(); err != nil {
-		if l.conn.Conn().IsClosed() {
-			return fmt.Errorf("redislock: commit under lock %s: nobody knows whether it took effect: %w", l.key, err)
-		}
-		return fmt.Errorf("redislock: commit under lock %s: %w", l.key, err)
-	}
-	return nil
+	return l.conn.SendBatch(ctx, batch).Close()
 }
 
 // GiveBack rolls back.
 func (l *lease) GiveBack(ctx context.Context) {
-	if l.tx.Rollback(ctx) != nil {
-		l.drop()
+	ctx, cancel := context.WithTimeout(ctx, rollbackTime)
+	defer cancel()
+	if l.turns.unwatched || l.conn.IsClosed() || l.tx.Rollback(ctx) != nil {
+		l.discard()
+		return
 	}
-	l.conn.Release()
+	l.pooled.Release()
 }
 
-// drop closes the connection, and with it what is open on it, without waiting for anybody.
-func (l *lease) drop() {
+// discard closes the connection, and with it what is open on it, without waiting for anybody.
+func (l *lease) discard() {
 	ended, cancel := context.WithCancel(context.Background())
 	cancel()
-	_ = l.conn.Conn().Close(ended)
+	_ = l.conn.Close(ended)
+	l.pooled.Release()
 }
 
 // failure wraps an error of the database: as ErrUnavailable where it could not be reached or can't serve now, plainly where it

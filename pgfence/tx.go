@@ -32,12 +32,18 @@ func (t *watchedTx) enter(ctx context.Context) error {
 	return t.lease.turns.enter(ctx)
 }
 
-// leave ends what enter began. A connection that broke meanwhile is the end of the lock.
-func (t *watchedTx) leave() {
-	broken := t.lease.conn.Conn().IsClosed()
-	t.lease.turns.leave()
+// leave ends what enter began.
+func (t *watchedTx) leave() { t.lease.leave() }
+
+// leave ends a call. A connection that broke meanwhile is the end of the lock.
+func (l *lease) leave() {
+	broken := l.conn.IsClosed()
+	if last := l.turns.leave(); last != nil {
+		last()
+		return // the lock has ended
+	}
 	if broken {
-		t.lease.owner.Lose(store.Gone("its connection to PostgreSQL is lost"))
+		l.owner.Lose(store.Gone("its connection to PostgreSQL is lost"))
 	}
 }
 
@@ -97,99 +103,171 @@ func (t *watchedTx) Exec(ctx context.Context, sql string, args ...any) (pgconn.C
 
 func (t *watchedTx) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
 	if err := t.enter(ctx); err != nil {
-		return failed{err}, err
+		return failed{err: err}, err
 	}
+	defer t.leave()
 	rows, err := t.Tx.Query(ctx, sql, args...)
 	if err != nil {
-		t.leave()
 		return rows, err
 	}
-	return &watchedRows{rows, sync.OnceFunc(t.leave)}, nil
+	return &watchedRows{rows, t.open()}, nil
 }
 
 func (t *watchedTx) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 	if err := t.enter(ctx); err != nil {
-		return failed{err}
+		return failed{err: err}
 	}
-	return &watchedRow{t.Tx.QueryRow(ctx, sql, args...), sync.OnceFunc(t.leave)}
+	defer t.leave()
+	return &watchedRow{t.Tx.QueryRow(ctx, sql, args...), t.open()}
 }
 
 func (t *watchedTx) SendBatch(ctx context.Context, batch *pgx.Batch) pgx.BatchResults {
 	if err := t.enter(ctx); err != nil {
 		return pgx.FailedBatchResults(batch, err)
 	}
-	return &watchedBatch{t.Tx.SendBatch(ctx, batch), sync.OnceFunc(t.leave)}
+	defer t.leave()
+	return &watchedBatch{t.Tx.SendBatch(ctx, batch), t.open()}
 }
 
 // LargeObjects lead past the watch.
 func (t *watchedTx) LargeObjects() pgx.LargeObjects {
-	t.lease.turns.unwatch()
-	return t.Tx.LargeObjects()
+	if t.lease.turns.unwatch() {
+		return t.Tx.LargeObjects()
+	}
+	b := &pgx.Batch{}
+	b.BeginTx(pgx.TxOptions{})
+	return pgx.FailedBatchResults(b, pgx.ErrTxClosed).Tx().LargeObjects() // of a closed transaction
 }
 
 // Conn leads past the watch.
 func (t *watchedTx) Conn() *pgx.Conn {
-	t.lease.turns.unwatch()
-	return t.Tx.Conn()
+	if t.lease.turns.unwatch() {
+		return t.Tx.Conn()
+	}
+	return nil
 }
 
-// watchedRows have the connection until they are closed, at their end or by an error.
+// result is something that is read from the connection, which nobody else can use until it is closed.
+type result struct {
+	lease  *lease
+	closed bool
+}
+
+// open notes a new result.
+func (t *watchedTx) open() *result {
+	t.lease.turns.opened()
+	return &result{lease: t.lease}
+}
+
+// read runs a call that reads from the connection, unless the lock has ended. It is over with the result when the call says so.
+func (r *result) read(call func() (over bool)) bool {
+	if !r.lease.turns.reenter() {
+		return false
+	}
+	defer r.lease.leave()
+	if call() && !r.closed {
+		r.closed = true
+		r.lease.turns.shut()
+	}
+	return true
+}
+
+// watchedRows are closed at their end, and by an error.
 type watchedRows struct {
 	pgx.Rows
-	leave func()
+	result *result
 }
 
 func (r *watchedRows) Close() {
-	r.Rows.Close()
-	r.leave()
+	r.result.read(func() bool { r.Rows.Close(); return true })
 }
 
-func (r *watchedRows) Next() bool {
-	more := r.Rows.Next()
-	if !more {
-		r.leave()
-	}
+func (r *watchedRows) Next() (more bool) {
+	r.result.read(func() bool { more = r.Rows.Next(); return !more })
 	return more
 }
 
 func (r *watchedRows) Scan(dest ...any) error {
-	err := r.Rows.Scan(dest...)
-	if err != nil {
-		r.leave()
-	}
+	err := pgx.ErrTxClosed
+	r.result.read(func() bool { err = r.Rows.Scan(dest...); return err != nil })
 	return err
 }
 
-func (r *watchedRows) Values() ([]any, error) {
-	values, err := r.Rows.Values()
-	if err != nil {
-		r.leave()
-	}
+func (r *watchedRows) Values() (values []any, err error) {
+	err = pgx.ErrTxClosed
+	r.result.read(func() bool { values, err = r.Rows.Values(); return err != nil })
 	return values, err
+}
+
+// Conn leads past the watch.
+func (r *watchedRows) Conn() *pgx.Conn {
+	if r.result.lease.turns.unwatch() {
+		return r.Rows.Conn()
+	}
+	return nil
+}
+
+// Err also tells of rows that the end of the lock has cut off.
+func (r *watchedRows) Err() error {
+	if err := r.Rows.Err(); err != nil || r.result.closed {
+		return err
+	}
+	return r.result.lease.owner.Ended()
 }
 
 type watchedRow struct {
 	pgx.Row
-	leave func()
+	result *result
 }
 
 func (r *watchedRow) Scan(dest ...any) error {
-	defer r.leave()
-	return r.Row.Scan(dest...)
+	err := pgx.ErrTxClosed
+	r.result.read(func() bool { err = r.Row.Scan(dest...); return true })
+	return err
 }
 
 type watchedBatch struct {
 	pgx.BatchResults
-	leave func()
+	result *result
+}
+
+func (b *watchedBatch) Exec() (tag pgconn.CommandTag, err error) {
+	err = pgx.ErrTxClosed
+	b.result.read(func() bool { tag, err = b.BatchResults.Exec(); return false })
+	return tag, err
+}
+
+func (b *watchedBatch) Query() (rows pgx.Rows, err error) {
+	rows, err = failed{err: pgx.ErrTxClosed}, pgx.ErrTxClosed
+	b.result.read(func() bool {
+		if rows, err = b.BatchResults.Query(); err == nil {
+			rows = &watchedRows{rows, &result{lease: b.result.lease, closed: true}} // the batch is what is open
+		}
+		return false
+	})
+	return rows, err
+}
+
+func (b *watchedBatch) QueryRow() pgx.Row {
+	var row pgx.Row = failed{err: pgx.ErrTxClosed}
+	b.result.read(func() bool {
+		row = &watchedRow{b.BatchResults.QueryRow(), &result{lease: b.result.lease, closed: true}}
+		return false
+	})
+	return row
 }
 
 func (b *watchedBatch) Close() error {
-	defer b.leave()
-	return b.BatchResults.Close()
+	err := pgx.ErrTxClosed
+	b.result.read(func() bool { err = b.BatchResults.Close(); return true })
+	return err
 }
 
 // failed is the outcome of a query that could not start.
-type failed struct{ err error }
+type failed struct {
+	pgx.Rows // none
+	err      error
+}
 
 func (f failed) Scan(...any) error                            { return f.err }
 func (f failed) Err() error                                   { return f.err }
@@ -205,13 +283,15 @@ func (f failed) TypeMap() *pgtype.Map                         { return nil }
 // turns keeps the watchdog off the connection while the handler is on it, and the other way round.
 type turns struct {
 	mu        sync.Mutex
-	calls     int           // of the handler, and rows, that are open
+	calls     int           // of the handler, that are under way
+	results   int           // that are open
 	watching  chan struct{} // closed when the watchdog is off it
 	unwatched bool
 	closed    bool
+	last      func() // for the last call to leave a closed connection
 }
 
-// enter waits for the watchdog, at most until ctx ends.
+// enter begins a call. It waits for the watchdog, at most until ctx ends.
 func (t *turns) enter(ctx context.Context) error {
 	for {
 		t.mu.Lock()
@@ -234,23 +314,53 @@ func (t *turns) enter(ctx context.Context) error {
 	}
 }
 
-func (t *turns) leave() {
+// reenter is enter for the calls of a result, which has kept the watchdog off.
+func (t *turns) reenter() bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.calls--
+	if !t.closed {
+		t.calls++
+	}
+	return !t.closed
 }
 
-func (t *turns) unwatch() {
+// leave ends a call. It returns what the last one has to do.
+func (t *turns) leave() (last func()) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.unwatched = true
+	if t.calls--; t.calls == 0 {
+		last, t.last = t.last, nil
+	}
+	return last
+}
+
+func (t *turns) opened() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.results++
+}
+
+func (t *turns) shut() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.results--
+}
+
+// unwatch keeps the watchdog off for good. It reports whether the connection is still the handler's.
+func (t *turns) unwatch() bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if !t.closed {
+		t.unwatched = true
+	}
+	return !t.closed
 }
 
 // tryWatch reports whether the connection is the watchdog's until watched is called.
 func (t *turns) tryWatch() bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if t.calls > 0 || t.watching != nil || t.unwatched || t.closed {
+	if t.calls > 0 || t.results > 0 || t.watching != nil || t.unwatched || t.closed {
 		return false
 	}
 	t.watching = make(chan struct{})
@@ -264,8 +374,9 @@ func (t *turns) watched() {
 	t.watching = nil
 }
 
-// close lets nobody in any more. It waits for the watchdog, and reports whether the handler is off the connection.
-func (t *turns) close() (idle bool) {
+// close lets nobody in any more. It waits for the watchdog, and reports whether the handler is off the connection and all
+// results are closed. Otherwise abandon is called when no call is under way.
+func (t *turns) close(abandon func()) (idle bool) {
 	t.mu.Lock()
 	t.closed = true
 	watching := t.watching
@@ -274,6 +385,13 @@ func (t *turns) close() (idle bool) {
 		<-watching
 	}
 	t.mu.Lock()
-	defer t.mu.Unlock()
-	return t.calls == 0
+	calls, idle := t.calls, t.calls == 0 && t.results == 0
+	if calls > 0 {
+		t.last = abandon
+	}
+	t.mu.Unlock()
+	if calls == 0 && !idle {
+		abandon()
+	}
+	return idle
 }

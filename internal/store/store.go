@@ -72,6 +72,9 @@ type Gone string
 func (g Gone) Error() string { return string(g) }
 
 // Taken is the error of a Claim that found the key taken.
-type Taken struct{ Value string } // empty if it can't be told by whom
+type Taken struct {
+	Value   string
+	Unknown bool // it can't be told by whom
+}
 
 func (t *Taken) Error() string { return "taken: " + t.Value }
