@@ -25,6 +25,9 @@ func TestMain(m *testing.M) {
 }
 
 func TestPlainLockCorruptsAndTheOthersDoNot(t *testing.T) {
+	if testing.Short() {
+		t.Skip("not with -short: the whole play takes 15 s")
+	}
 	tmp := ownTempDir(t)
 	var out bytes.Buffer
 	err := play(t.Context(), &out)
