@@ -26,7 +26,7 @@ import (
 
 // What a task costs under each kind of lock. The numbers of docs/choosing.md come from here:
 //
-//	go test -run '^$' -bench Task -benchtime 1s -count 14 .
+//	go test -run '^$' -bench Task -benchtime 1s -count 10 .
 
 // accounts is how many rows the tasks update in turn, each under the lock of its row.
 const accounts = 1024
