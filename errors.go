@@ -26,9 +26,10 @@ var (
 
 // HeldError says who has the lock, or whose done marker is at its key. It matches ErrHeld, or ErrDone when Holder.Done.
 type HeldError struct {
-	// Key is the Redis key of the lock.
+	// Key is the key of the lock, in Redis or in the table of the row locks.
 	Key string
-	// Holder is what the holder wrote there. It is the zero Holder when a version of this package that we can't read wrote it.
+	// Holder is what the holder wrote there. It is the zero Holder when a version of this package that we can't read
+	// wrote it, or when it can't be told who has a row locked.
 	Holder Holder
 	// RetryIn is how long the task is put back for where a policy does so, jitter included. Zero from Do and TryAcquire.
 	RetryIn time.Duration

@@ -24,7 +24,7 @@ const (
 // A lock's life: each lock that is acquired ends in exactly one of the other three.
 const (
 	EventAcquired  EventKind = "acquired"
-	EventReleased  EventKind = "released"  // Err when Redis has not confirmed it: the key then lapses within one TTL
+	EventReleased  EventKind = "released"  // Err when that is not confirmed: a key in Redis then lapses within one TTL; of a row lock, nobody knows whether its work was committed
 	EventLost      EventKind = "lost"      // Err says how it was noticed
 	EventAbandoned EventKind = "abandoned" // the work outlived its context by the grace period, or Shutdown's patience
 )
@@ -32,7 +32,7 @@ const (
 // Event is one fact about one task or one lock.
 type Event struct {
 	Kind EventKind
-	// Key is the Redis key, empty where none could be derived.
+	// Key is the key of the lock, empty where none could be derived.
 	Key string
 	// TaskID, TaskType and Queue name the task at hand. Empty where Do or TryAcquire are used outside a handler.
 	TaskID, TaskType, Queue string
@@ -71,7 +71,7 @@ func (e Event) logLine() (slog.Level, string) {
 		return slog.LevelError, "lock abandoned: its handler did not return in time, the key lapses"
 	case EventReleased:
 		if e.Err != nil {
-			return slog.LevelWarn, "lock released without confirmation: its key may lapse only with its TTL, and a done marker may be missing"
+			return slog.LevelWarn, "lock released without confirmation: its key may lapse only with its TTL, and a done marker, or a row lock's work, may be missing"
 		}
 		return slog.LevelDebug, "lock released"
 	case EventPassed:

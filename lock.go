@@ -51,7 +51,7 @@ const (
 	stateAbandoned
 )
 
-// Key returns the Redis key of the lock.
+// Key returns the key of the lock, in Redis or in the table of the row locks.
 func (k *Lock) Key() string { return k.key }
 
 // Context returns a context that ends when the lock does: released (context.Canceled) or lost (context.Cause matches ErrLost),
@@ -62,8 +62,10 @@ func (k *Lock) Context() context.Context { return k.ctx }
 // handler writes to, so that it can refuse a lower one. ok is false without WithFencing.
 func (k *Lock) Fence() (n int64, ok bool) { return k.claim.Fence, k.claim.Fence > 0 }
 
-// Check asks Redis whether the lock is still held, and extends it. Call it before a side effect that must not happen twice.
-// It returns nil, or an error that matches ErrLost when the lock has ended in any way, or ErrUnavailable when Redis gave no
+// Check asks Redis, or the database of a row lock, whether the lock is still held, and extends it. Call it before a side effect
+// that must not happen twice. A row lock whose connection the handler is using (rows open, or after Conn) can't be asked: Check
+// then returns nil unless its loss is known already.
+// It returns nil, or an error that matches ErrLost when the lock has ended in any way, or ErrUnavailable when there was no
 // answer before ctx ended; the lock may then still be held, and its Context tells when no longer.
 func (k *Lock) Check(ctx context.Context) error {
 	validity, err := k.validity()
@@ -88,7 +90,7 @@ func (k *Lock) Check(ctx context.Context) error {
 // Release ends the lock and its Context and frees the key, if it is still ours, without leaving a done marker. It waits for
 // the reply at most until ctx ends, with a context that ends with the lock at most min(2 s, TTL/10); the call goes on without
 // it. Calls after the first change nothing and return the same result. The error matches ErrLost when the lock was lost before,
-// ErrUnavailable when Redis could not be asked, so that the key lapses within one TTL, or when the result was not awaited, which
+// ErrUnavailable when the lock store could not be asked, so that the key lapses within one TTL, or when the result was not awaited, which
 // a later call returns. What Redis refuses (no permission, say) is an error with its text.
 func (k *Lock) Release(ctx context.Context) error {
 	bound, cancel := k.releaseBound(ctx)

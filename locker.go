@@ -15,7 +15,7 @@ import (
 	"example.com/redislock/internal/store"
 )
 
-// Locker makes locks on one Redis with one set of options. All methods are safe for concurrent use. An idle Locker owns no
+// Locker makes locks in one Redis, or with pgfence in one database, with one set of options. All methods are safe for concurrent use. An idle Locker owns no
 // goroutine, connection or timer, and it never closes the client. The zero Locker is not usable; call New.
 type Locker struct {
 	config
@@ -103,7 +103,7 @@ func (l *Locker) redisKey(name string) (string, error) {
 }
 
 // TryAcquire tries once to take the lock of a name. It fails with a *HeldError when the lock is taken or its work done, with
-// ErrUnavailable when Redis can't be asked or takes over TTL/4, with ErrInvalidKey for an empty name, with ErrClosed after
+// ErrUnavailable when the lock store can't be asked or takes over TTL/4, with ErrInvalidKey for an empty name, with ErrClosed after
 // Shutdown. The context bounds the try only: the lock is held and extended until Release, which must be called.
 func (l *Locker) TryAcquire(ctx context.Context, name string) (*Lock, error) {
 	key, err := l.redisKey(name)
@@ -116,7 +116,7 @@ func (l *Locker) TryAcquire(ctx context.Context, name string) (*Lock, error) {
 // Do takes the lock of a name, runs fn with a context that ends when ctx does or the lock is lost, and releases the lock,
 // leaving the done marker of WithDoneFor when fn returned nil: fn must return an error if it stops because ctx ended. Do fails
 // like TryAcquire, without running fn; otherwise it returns what fn returned, and an error also matches ErrLost if the lock was
-// lost. The lock is released when fn panics, too.
+// lost. The lock is released when fn panics, too. Under a row lock, Do also fails when the commit does.
 func (l *Locker) Do(ctx context.Context, name string, fn func(context.Context) error) error {
 	key, err := l.redisKey(name)
 	if err != nil {
@@ -130,7 +130,7 @@ func (l *Locker) Do(ctx context.Context, name string, fn func(context.Context) e
 }
 
 // Holder returns who holds the lock of a name, or whose done marker is there; ok is false when the lock is free. It fails
-// when Redis does, and when something is at the key that this version can't read.
+// when the lock store does, and when something is at the key that this version can't read.
 func (l *Locker) Holder(ctx context.Context, name string) (h Holder, ok bool, err error) {
 	key, err := l.redisKey(name)
 	if err != nil {
@@ -147,7 +147,7 @@ func (l *Locker) Holder(ctx context.Context, name string) (h Holder, ok bool, er
 }
 
 // ForceRelease frees the lock of a name or removes its done marker, whoever it belongs to. A holder that still runs sees
-// ErrLost within TTL/3. Freeing a lock that is not held is no error.
+// ErrLost within TTL/3 (under a row lock, not before a statement or rows that are open end). Freeing a lock that is not held is no error.
 func (l *Locker) ForceRelease(ctx context.Context, name string) error {
 	key, err := l.redisKey(name)
 	if err != nil {

@@ -34,7 +34,7 @@ fetch() { # SUITE PACKAGE...: unpacks the packages with all they depend on into 
 
   rm -rf "$apt" "$new" "${dir:?}/$suite"
   mkdir -p "$apt/lists/partial" "$apt/cache/archives/partial" "$new"
-  # A mirror frozen at some day serves a list past its date; its signature is checked all the same.
+  # Some mirrors serve a list past its date; its signature is checked all the same.
   echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg check-valid-until=no] $mirror $suite main" >"$apt/sources.list"
   : >"$apt/status" # nothing counts as installed, so that every dependency is downloaded too
   local options=(-qq -y --no-install-recommends -o APT::Sandbox::User=root -o Acquire::Retries=3 -o APT::Update::Error-Mode=any

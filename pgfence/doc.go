@@ -38,7 +38,8 @@
 //
 // Middleware and New run a handler while a transaction holds its lock's row with SELECT … FOR UPDATE. What the handler writes with
 // the transaction that Tx returns is committed with its result: all of it and the done marker of WithDoneFor when the handler
-// returns nil, nothing otherwise. So there are no two holders, whatever a clock, a pause or a network does, and done once is exact.
+// returns nil, nothing otherwise. So no two transactions hold a lock, whatever a clock, a pause or a network does, and done once is exact. A handler that has lost
+// its lock may still run, but it can't write in its transaction.
 // Without WithDoneFor, work whose commit nobody has confirmed may be done again. What the handler does outside the transaction
 // is no safer than under any other lock.
 //
@@ -81,5 +82,5 @@
 // # Connections
 //
 // A handler under a row lock has a connection for as long as it runs. One that gets none within TTL/4 is put back like one whose
-// lock store is unavailable. Through PgBouncer, use session pooling, or transaction pooling with its support of prepared statements.
+// lock store is unavailable. Through PgBouncer, use session pooling: transaction pooling was not tested.
 package pgfence

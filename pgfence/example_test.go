@@ -37,7 +37,7 @@ func ExampleGuard() {
 			return err
 		}
 		mux := asynq.NewServeMux()
-		mux.Use(redislock.Middleware(rdb, redislock.WithFencing()))
+		mux.Use(redislock.Middleware(rdb, redislock.WithFencing(), redislock.WithKey(redislock.ByJSON("id")))) // payload {"id": 7}
 		mux.HandleFunc("price:update", func(ctx context.Context, _ *asynq.Task) error {
 			lock, ok := redislock.FromContext(ctx)
 			if !ok {

@@ -27,7 +27,8 @@ type DB interface {
 var schema string
 
 // Migrate creates the tables of this package that are not there, in the first schema of the pool's search_path. It may be run
-// by many hosts at once, and at every start. Its SQL is in schema.sql, for those who keep their migrations elsewhere.
+// by many hosts at once, and at every start, by the user who owns the tables: PostgreSQL refuses others even if nothing is
+// missing. Its SQL is in schema.sql, for those who keep their migrations elsewhere.
 func Migrate(ctx context.Context, pool *pgxpool.Pool) error {
 	if pool == nil {
 		return errors.New("pgfence: migrate: the pool is nil")

@@ -28,7 +28,7 @@ func Middleware(pool *pgxpool.Pool, opts ...redislock.Option) asynq.MiddlewareFu
 	return l.Middleware
 }
 
-// New returns a Locker whose locks are rows of a PostgreSQL database, 14 or later, that Migrate has prepared. Each lock that is
+// New returns a Locker whose locks are rows of a PostgreSQL database (tested with 15) that Migrate has prepared. Each lock that is
 // held has a connection of the pool and an open transaction on it, which Tx returns: it commits, together with the done marker of
 // WithDoneFor, when the handler returns nil, and is rolled back otherwise. Give the pool at least as many connections as the server
 // runs handlers, and those that the handlers need besides.
@@ -46,8 +46,8 @@ func New(pool *pgxpool.Pool, opts ...redislock.Option) (*redislock.Locker, error
 // Tx returns the transaction that the handler, or the function given to Do, runs in; ok is false when it runs without a row lock.
 // It ends with the handler: its own Commit and Rollback only return an error, Begin gives a transaction within it, on a savepoint.
 // Like any pgx.Tx it is for one goroutine at a time. Read rows to their end before work that takes long: the connection can't
-// be watched meanwhile. After Conn or LargeObjects it is not watched any more, must not idle for longer than the TTL, and does not
-// return to the pool. Once the lock has ended, Conn returns nil and all else an error.
+// be watched meanwhile. After Conn or LargeObjects it is not watched any more, must not idle for longer than the TTL, is not asked
+// by Lock.Check, and does not return to the pool. Once the lock has ended, Conn returns nil and all else an error.
 func Tx(ctx context.Context) (tx pgx.Tx, ok bool) {
 	tx, ok = ctx.Value(txContextKey{}).(*watchedTx)
 	return tx, ok

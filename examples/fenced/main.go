@@ -36,7 +36,7 @@ func main() {
 	if role := os.Getenv(roleVariable); role != "" {
 		err = work(role)
 	} else {
-		ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+		ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
 		defer stop()
 		err = play(ctx, os.Stdout)
 	}

@@ -27,7 +27,7 @@ type servers struct {
 func (s *servers) start(ctx context.Context) (err error) {
 	s.postgres, err = postgres.Start()
 	if errors.Is(err, postgres.ErrNotInstalled) {
-		return fmt.Errorf("needs the programs of PostgreSQL (14 or later): %w", err)
+		return fmt.Errorf("needs the programs of PostgreSQL (tested with 15): %w", err)
 	}
 	if err != nil {
 		return err
