@@ -81,6 +81,9 @@
 //
 // # Connections
 //
+// pgx closes the connection of a call whose context ends before the call does, and the lock and its work are lost with it: give
+// a statement that may take too long a statement_timeout rather than a context of its own.
+//
 // A handler under a row lock has a connection for as long as it runs. One that gets none within TTL/4 is put back like one whose
 // lock store is unavailable. Through PgBouncer, use session pooling: transaction pooling was not tested.
 package pgfence

@@ -32,17 +32,17 @@ func (t *watchedTx) enter(ctx context.Context) error {
 	return t.lease.turns.enter(ctx)
 }
 
-// leave ends what enter began.
-func (t *watchedTx) leave() { t.lease.leave() }
-
-// leave ends a call. A connection that broke meanwhile is the end of the lock.
-func (l *lease) leave() {
+// leave ends a call. A connection that broke meanwhile is the end of the lock; pgx breaks it where the call's context ends.
+func (l *lease) leave(ctx context.Context) {
 	broken := l.conn.IsClosed()
 	if last := l.turns.leave(); last != nil {
 		last()
 		return // the lock has ended
 	}
-	if broken {
+	switch why := ctx.Err(); {
+	case broken && why != nil:
+		l.owner.Lose(store.Gone("its connection to PostgreSQL was closed with the context of a call: " + why.Error()))
+	case broken:
 		l.owner.Lose(store.Gone("its connection to PostgreSQL is lost"))
 	}
 }
@@ -52,7 +52,7 @@ func (t *watchedTx) Begin(ctx context.Context) (pgx.Tx, error) {
 	if err := t.enter(ctx); err != nil {
 		return nil, err
 	}
-	defer t.leave()
+	defer t.lease.leave(ctx)
 	tx, err := t.Tx.Begin(ctx)
 	if err != nil {
 		return nil, err
@@ -73,7 +73,7 @@ func (t *watchedTx) end(ctx context.Context, end func(context.Context) error) er
 	if err := t.enter(ctx); err != nil {
 		return err
 	}
-	defer t.leave()
+	defer t.lease.leave(ctx)
 	return end(ctx)
 }
 
@@ -81,7 +81,7 @@ func (t *watchedTx) CopyFrom(ctx context.Context, table pgx.Identifier, columns 
 	if err := t.enter(ctx); err != nil {
 		return 0, err
 	}
-	defer t.leave()
+	defer t.lease.leave(ctx)
 	return t.Tx.CopyFrom(ctx, table, columns, from)
 }
 
@@ -89,7 +89,7 @@ func (t *watchedTx) Prepare(ctx context.Context, name, sql string) (*pgconn.Stat
 	if err := t.enter(ctx); err != nil {
 		return nil, err
 	}
-	defer t.leave()
+	defer t.lease.leave(ctx)
 	return t.Tx.Prepare(ctx, name, sql)
 }
 
@@ -97,7 +97,7 @@ func (t *watchedTx) Exec(ctx context.Context, sql string, args ...any) (pgconn.C
 	if err := t.enter(ctx); err != nil {
 		return pgconn.CommandTag{}, err
 	}
-	defer t.leave()
+	defer t.lease.leave(ctx)
 	return t.Tx.Exec(ctx, sql, args...)
 }
 
@@ -105,28 +105,28 @@ func (t *watchedTx) Query(ctx context.Context, sql string, args ...any) (pgx.Row
 	if err := t.enter(ctx); err != nil {
 		return failed{err: err}, err
 	}
-	defer t.leave()
+	defer t.lease.leave(ctx)
 	rows, err := t.Tx.Query(ctx, sql, args...)
 	if err != nil {
 		return rows, err
 	}
-	return &watchedRows{rows, t.open()}, nil
+	return &watchedRows{rows, t.open(ctx)}, nil
 }
 
 func (t *watchedTx) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 	if err := t.enter(ctx); err != nil {
 		return failed{err: err}
 	}
-	defer t.leave()
-	return &watchedRow{t.Tx.QueryRow(ctx, sql, args...), t.open()}
+	defer t.lease.leave(ctx)
+	return &watchedRow{t.Tx.QueryRow(ctx, sql, args...), t.open(ctx)}
 }
 
 func (t *watchedTx) SendBatch(ctx context.Context, batch *pgx.Batch) pgx.BatchResults {
 	if err := t.enter(ctx); err != nil {
 		return pgx.FailedBatchResults(batch, err)
 	}
-	defer t.leave()
-	return &watchedBatch{t.Tx.SendBatch(ctx, batch), t.open()}
+	defer t.lease.leave(ctx)
+	return &watchedBatch{t.Tx.SendBatch(ctx, batch), t.open(ctx)}
 }
 
 // LargeObjects lead past the watch.
@@ -150,13 +150,14 @@ func (t *watchedTx) Conn() *pgx.Conn {
 // result is something that is read from the connection, which nobody else can use until it is closed.
 type result struct {
 	lease  *lease
+	ctx    context.Context // of the call that it came from
 	closed bool
 }
 
 // open notes a new result.
-func (t *watchedTx) open() *result {
+func (t *watchedTx) open(ctx context.Context) *result {
 	t.lease.turns.opened()
-	return &result{lease: t.lease}
+	return &result{lease: t.lease, ctx: ctx}
 }
 
 // read runs a call that reads from the connection, unless the lock has ended. It is over with the result when the call says so.
@@ -164,7 +165,7 @@ func (r *result) read(call func() (over bool)) bool {
 	if !r.lease.turns.reenter() {
 		return false
 	}
-	defer r.lease.leave()
+	defer r.lease.leave(r.ctx)
 	if call() && !r.closed {
 		r.closed = true
 		r.lease.turns.shut()
@@ -241,7 +242,7 @@ func (b *watchedBatch) Query() (rows pgx.Rows, err error) {
 	rows, err = failed{err: pgx.ErrTxClosed}, pgx.ErrTxClosed
 	b.result.read(func() bool {
 		if rows, err = b.BatchResults.Query(); err == nil {
-			rows = &watchedRows{rows, &result{lease: b.result.lease, closed: true}} // the batch is what is open
+			rows = &watchedRows{rows, &result{lease: b.result.lease, ctx: b.result.ctx, closed: true}} // the batch is what is open
 		}
 		return false
 	})
@@ -251,7 +252,7 @@ func (b *watchedBatch) Query() (rows pgx.Rows, err error) {
 func (b *watchedBatch) QueryRow() pgx.Row {
 	var row pgx.Row = failed{err: pgx.ErrTxClosed}
 	b.result.read(func() bool {
-		row = &watchedRow{b.BatchResults.QueryRow(), &result{lease: b.result.lease, closed: true}}
+		row = &watchedRow{b.BatchResults.QueryRow(), &result{lease: b.result.lease, ctx: b.result.ctx, closed: true}}
 		return false
 	})
 	return row

@@ -631,3 +631,22 @@ func TestACallMayOutliveItsHandler(t *testing.T) {
 		})
 	}
 }
+
+func TestACallWhoseContextEndsTakesTheLockAlongAndSaysSo(t *testing.T) {
+	pool := connect(t, database(t))
+	var b books
+	l := locker(t, pool, &b)
+	err := l.Do(t.Context(), "n", func(ctx context.Context) error {
+		tx, _ := Tx(ctx)
+		short, cancel := context.WithTimeout(ctx, 50*time.Millisecond)
+		defer cancel()
+		_, err := tx.Exec(short, "SELECT pg_sleep(60)")
+		if !errors.Is(err, context.DeadlineExceeded) || !errors.Is(context.Cause(ctx), redislock.ErrLost) {
+			t.Errorf("the call ends with %v, the handler's context with %v", err, context.Cause(ctx))
+		}
+		return nil
+	})
+	if !errors.Is(err, redislock.ErrLost) || !strings.Contains(err.Error(), "with the context of a call") {
+		t.Errorf("error is %v, want ErrLost that says why", err)
+	}
+}
