@@ -284,7 +284,7 @@ func (k *Lock) hold(fn func(context.Context) error) (err error) {
 	defer func() {
 		lost := k.isLost() // before the release, since only a loss that fn could see is fn's to answer for
 		succeeded := returned && err == nil
-		released := k.release(succeeded && !k.unrun.Load())
+		released := k.release(succeeded)
 		if k.locker.store.Transactional() {
 			<-released // what fn has done is not done before
 			if succeeded {
@@ -349,7 +349,7 @@ func (k *Lock) settle(succeeded, held bool) (work, err error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(k.ctx), l.ttl)
 	defer cancel()
 	end := store.End{Succeeded: succeeded, Held: held, DoneFor: l.doneFor}
-	if succeeded && l.doneFor > 0 {
+	if succeeded && l.doneFor > 0 && !k.unrun.Load() {
 		marker := k.self
 		marker.Since, marker.Done = time.Now(), true
 		end.Marker = encodeValue(marker, k.token)

@@ -60,7 +60,8 @@
 //     that is running has ended. TTL only counts where a host vanishes or a process is stopped.
 //   - A statement that is under way is not watched: over a network that has gone silent it ends with its context, or with the
 //     patience of TCP.
-//   - A handler that ends the transaction by SQL of its own (COMMIT, ROLLBACK) fails, and what it has committed stays.
+//   - A handler that ends the transaction by SQL of its own (COMMIT, ROLLBACK) fails, and what it has committed stays. A role or
+//     search_path that it sets for the transaction must still reach the tables of this package at its end.
 //   - ForceRelease ends the holder's session, which takes the right to (pg_signal_backend, or the same user).
 //
 // # Timeouts

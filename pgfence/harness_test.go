@@ -320,5 +320,9 @@ func (p *proxy) hang() {
 func (p *proxy) restore() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	close(p.flowing)
+	select {
+	case <-p.flowing:
+	default:
+		close(p.flowing)
+	}
 }

@@ -68,7 +68,13 @@ INSERT INTO redislock_holders (pid, key, value) VALUES (pg_backend_pid(), $1, $2
 ON CONFLICT (pid) DO UPDATE SET key = excluded.key, value = excluded.value`
 
 	// lockRow locks the row unless it is locked, or has a done marker, and does not wait.
-	lockRow = `SELECT key FROM redislock_locks WHERE key = $1 AND (value IS NULL OR expires <= clock_timestamp()) FOR UPDATE SKIP LOCKED`
+	// It returns the transaction that has it.
+	lockRow = `SELECT pg_current_xact_id()::text FROM redislock_locks
+WHERE key = $1 AND (value IS NULL OR expires <= clock_timestamp()) FOR UPDATE SKIP LOCKED`
+
+	// sameTransaction fails, with the text that is no boolean, where SQL of the handler has ended the transaction and begun another.
+	sameTransaction = `SELECT CASE WHEN xact = $1 THEN true ELSE ('another transaction, ' || xact || ', than the one with the lock')::boolean END
+FROM (SELECT coalesce(pg_current_xact_id_if_assigned()::text, 'without a number') AS xact) now`
 
 	// held finds the sessions that have a row locked: xmax is the transaction that has, and each transaction holds a lock on itself.
 	held = `FROM redislock_locks l
@@ -100,7 +106,7 @@ func (s rowStore) Claim(ctx context.Context, r store.Request) (store.Claim, erro
 	if err != nil {
 		return store.Claim{}, failure("acquire lock", r.Key, fmt.Errorf("get a connection of the pool: %w", err))
 	}
-	l := &lease{pooled: conn, conn: conn.Conn(), key: r.Key}
+	l := &lease{pooled: conn, conn: conn.Conn(), key: r.Key, ttl: r.TTL}
 	present, err := look(ctx, conn, r.Key)
 	for range 3 { // a row that is neither ours nor anybody's has just been freed or swept
 		if err != nil || present != "" {
@@ -174,7 +180,9 @@ type lease struct {
 	pooled *pgxpool.Conn
 	conn   *pgx.Conn // of pooled, which forgets it when it is released
 	key    string
+	ttl    time.Duration
 	tx     pgx.Tx
+	xact   string // the number of tx
 	owner  store.Owner
 	turns  turns
 }
@@ -187,9 +195,13 @@ func (l *lease) lock(ctx context.Context, r store.Request) (locked bool, present
 	ask.Queue("commit") // for all to see
 	ask.Queue("begin isolation level read committed read write")
 	ask.Queue(fmt.Sprintf("set local idle_in_transaction_session_timeout = %d", min(r.TTL.Milliseconds(), math.MaxInt32)))
-	ask.Queue(lockRow, r.Key).Exec(func(tag pgconn.CommandTag) error {
-		locked = tag.RowsAffected() == 1
-		return nil
+	ask.Queue(lockRow, r.Key).QueryRow(func(row pgx.Row) error {
+		err := row.Scan(&l.xact)
+		locked = err == nil
+		if errors.Is(err, pgx.ErrNoRows) {
+			return nil
+		}
+		return err
 	})
 	results := l.conn.SendBatch(ctx, ask)
 	err = results.Close()
@@ -211,10 +223,21 @@ func (l *lease) Bind(ctx context.Context, owner store.Owner) context.Context {
 // Extend asks the connection for a sign of life, which keeps the transaction from idling. One that the handler uses gives that
 // anyway, and can't be asked.
 func (l *lease) Extend(ctx context.Context) error {
-	if !l.turns.tryWatch() {
-		return nil
+	for !l.turns.tryWatch() {
+		watching := l.turns.underWatch()
+		if watching == nil {
+			return nil
+		}
+		select {
+		case <-watching:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
 	}
-	err := l.conn.Ping(ctx)
+	// Not with the asker's context, whose end would close the connection: it may be that of an impatient Check.
+	ping, cancel := context.WithTimeout(context.WithoutCancel(ctx), l.ttl*2/3)
+	defer cancel()
+	err := l.conn.Ping(ping)
 	closed := l.conn.IsClosed()
 	l.turns.watched()
 	if err != nil && closed {
@@ -232,9 +255,19 @@ const (
 func (l *lease) Release(ctx context.Context, end store.End) (work, err error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), commitTime)
 	defer cancel()
-	idle := l.turns.close(l.discard)
+	if watching := l.turns.close(); watching != nil {
+		patience, cancel := context.WithTimeout(ctx, rollbackTime)
+		defer cancel()
+		select {
+		case <-watching:
+		case <-patience.Done():
+			l.hangUp()
+			<-watching
+		}
+	}
+	idle := l.turns.abandon(l.discard)
 	if !idle {
-		_ = l.conn.PgConn().Conn().Close() // ends a call that is under way
+		l.hangUp()
 	}
 	if !end.Succeeded || !end.Held {
 		if idle {
@@ -287,6 +320,7 @@ func (l *lease) uncommittable(idle bool) string {
 // commit commits, together with the done marker.
 func (l *lease) commit(ctx context.Context, end store.End) error {
 	batch := &pgx.Batch{}
+	batch.Queue(sameTransaction, l.xact)
 	if end.Marker != "" {
 		batch.Queue(markDone, l.key, end.Marker, end.DoneFor.Seconds())
 	}
@@ -310,6 +344,9 @@ func (l *lease) GiveBack(ctx context.Context) {
 	l.pooled.Release()
 }
 
+// hangUp ends the call that is under way, of whoever it is.
+func (l *lease) hangUp() { _ = l.conn.PgConn().Conn().Close() }
+
 // discard closes the connection, and with it what is open on it, without waiting for anybody.
 func (l *lease) discard() {
 	ended, cancel := context.WithCancel(context.Background())
@@ -326,7 +363,7 @@ func failure(verb, key string, err error) error {
 	for _, class := range []string{
 		"08", "53", "57", // connections, resources, an operator's doing
 		"40", "55P03", // conflicts with other transactions
-		"25006", // read-only: a standby
+		"25006", "0A000", // read-only: a standby, which has no unlogged tables either
 	} {
 		unavailable = unavailable || strings.HasPrefix(refusal.Code, class)
 	}

@@ -16,6 +16,7 @@ import (
 	"github.com/alicebob/miniredis/v2"
 	"github.com/hibiken/asynq"
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/redis/go-redis/v9"
 
@@ -1489,5 +1490,166 @@ func TestTheTablesMayBeInASchemaOfTheirOwn(t *testing.T) {
 	var elsewhere int
 	if err := admin.QueryRow(t.Context(), "SELECT count(*) FROM pg_tables WHERE tablename LIKE 'redislock%' AND schemaname <> 'jobs'").Scan(&elsewhere); err != nil || elsewhere != 0 {
 		t.Errorf("%d tables elsewhere (%v)", elsewhere, err)
+	}
+}
+
+// silent calls work under a row lock of TTL ttl over a network that has just gone silent.
+func silent(t *testing.T, url string, ttl time.Duration, work func(ctx context.Context, p *proxy) error) error {
+	t.Helper()
+	p := newProxy(t, url)
+	pool := connect(t, url, p.through)
+	t.Cleanup(p.restore)
+	var b books
+	return locker(t, pool, &b, redislock.WithTTL(ttl)).Do(t.Context(), "n", func(ctx context.Context) error {
+		p.hang()
+		return work(ctx, p)
+	})
+}
+
+func TestAnIdleHolderBehindASilentNetworkIsToldBeforeAnotherGetsTheLock(t *testing.T) {
+	t.Parallel()
+	url := database(t)
+	var b books
+	other := locker(t, connect(t, url), &b)
+	err := silent(t, url, 3*time.Second, func(ctx context.Context, _ *proxy) error {
+		eventually(t, "another holder", func(context.Context) bool {
+			k, err := other.TryAcquire(t.Context(), "n")
+			if err == nil {
+				err = k.Release(t.Context())
+			}
+			return err == nil
+		})
+		lock, _ := redislock.FromContext(ctx)
+		if err := lock.Check(t.Context()); !errors.Is(err, redislock.ErrLost) || !errors.Is(context.Cause(ctx), redislock.ErrLost) {
+			t.Errorf("Check says %v, the context %v", err, context.Cause(ctx))
+		}
+		return nil
+	})
+	if !errors.Is(err, redislock.ErrLost) {
+		t.Errorf("error is %v, want ErrLost", err)
+	}
+}
+
+// askInVain has Check ask over the silent network, and returns when the question is under way.
+func askInVain(t *testing.T, ctx context.Context) {
+	t.Helper()
+	lock, _ := redislock.FromContext(ctx)
+	short, cancel := context.WithTimeout(ctx, time.Millisecond)
+	defer cancel()
+	if err := lock.Check(short); !errors.Is(err, redislock.ErrUnavailable) {
+		t.Errorf("Check says %v, want ErrUnavailable", err)
+	}
+	tx, _ := Tx(ctx)
+	eventually(t, "the question is under way", func(context.Context) bool { return tx.(*watchedTx).lease.turns.underWatch() != nil })
+}
+
+func TestAWatchdogThatGetsNoAnswerDoesNotHoldUpTheHandlersReturn(t *testing.T) {
+	t.Parallel()
+	failed := errors.New("failed")
+	url, returned := database(t), make(chan error, 1)
+	go func() {
+		returned <- silent(t, url, time.Hour, func(ctx context.Context, _ *proxy) error {
+			askInVain(t, ctx)
+			return failed
+		})
+	}()
+	select {
+	case err := <-returned:
+		if !errors.Is(err, failed) {
+			t.Errorf("error is %v", err)
+		}
+	case <-time.After(time.Minute):
+		t.Error("the handler has not returned")
+	}
+}
+
+func TestAnImpatientCheckDoesNotEndTheLock(t *testing.T) {
+	t.Parallel()
+	err := silent(t, database(t), time.Hour, func(ctx context.Context, p *proxy) error {
+		askInVain(t, ctx)
+		p.restore()
+		lock, _ := redislock.FromContext(ctx)
+		return lock.Check(ctx)
+	})
+	if err != nil {
+		t.Error(err)
+	}
+}
+
+func TestATransactionThatIsNotTheLocksIsNotCommitted(t *testing.T) {
+	for name, sql := range map[string]string{"chain": "COMMIT AND CHAIN", "rollback and chain": "ROLLBACK AND CHAIN", "anew": "ROLLBACK; BEGIN"} {
+		t.Run(name, func(t *testing.T) {
+			pool := connect(t, database(t))
+			if _, err := pool.Exec(t.Context(), "CREATE TABLE w (n int)"); err != nil {
+				t.Fatal(err)
+			}
+			var b books
+			l := locker(t, pool, &b, redislock.WithDoneFor(time.Hour))
+			err := l.Do(t.Context(), "n", func(ctx context.Context) error {
+				tx, _ := Tx(ctx)
+				if _, err := tx.Exec(ctx, sql); err != nil {
+					return err
+				}
+				_, err := tx.Exec(ctx, "INSERT INTO w VALUES (1)")
+				return err
+			})
+			if err == nil || !strings.Contains(err.Error(), "another transaction") {
+				t.Errorf("error is %v", err)
+			}
+			var n int
+			if err := pool.QueryRow(t.Context(), "SELECT count(*) FROM w").Scan(&n); err != nil || n != 0 {
+				t.Errorf("%d rows, %v", n, err)
+			}
+			if _, held, err := l.Holder(t.Context(), "n"); held || err != nil {
+				t.Errorf("held or done: %v, %v", held, err)
+			}
+		})
+	}
+}
+
+func TestWhatAHandlerWroteStaysWhereALockWithinDropsItsTask(t *testing.T) {
+	pool := connect(t, database(t))
+	if _, err := pool.Exec(t.Context(), "CREATE TABLE w (n int)"); err != nil {
+		t.Fatal(err)
+	}
+	var b books
+	outer := locker(t, pool, &b, redislock.WithKey(redislock.ByType), redislock.WithDoneFor(time.Hour))
+	inner := locker(t, pool, &b)
+	task := asynq.NewTask("x", nil)
+	name, err := inner.Name(t.Context(), task)
+	if err != nil {
+		t.Fatal(err)
+	}
+	k, err := locker(t, pool, &b).TryAcquire(t.Context(), name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	within := inner.Middleware(asynq.HandlerFunc(func(context.Context, *asynq.Task) error { return errors.New("it ran") }))
+	err = outer.Middleware(asynq.HandlerFunc(func(ctx context.Context, task *asynq.Task) error {
+		tx, _ := Tx(ctx)
+		if _, err := tx.Exec(ctx, "INSERT INTO w VALUES (1)"); err != nil {
+			return err
+		}
+		return within.ProcessTask(ctx, task)
+	})).ProcessTask(t.Context(), task)
+	if err != nil {
+		t.Error(err)
+	}
+	var n int
+	if err := pool.QueryRow(t.Context(), "SELECT count(*) FROM w").Scan(&n); err != nil || n != 1 {
+		t.Errorf("%d rows, %v", n, err)
+	}
+	outerName, _ := outer.Name(t.Context(), task)
+	if _, done, err := outer.Holder(t.Context(), outerName); done || err != nil {
+		t.Errorf("there is a marker of work that was not done: %v, %v", done, err)
+	}
+	_ = k.Release(t.Context())
+}
+
+func TestAStandbyIsUnavailable(t *testing.T) {
+	for _, code := range []string{"25006", "0A000"} {
+		if err := failure("acquire lock", "k", &pgconn.PgError{Code: code}); !errors.Is(err, redislock.ErrUnavailable) {
+			t.Errorf("%s: %v", code, err)
+		}
 	}
 }

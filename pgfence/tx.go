@@ -375,24 +375,32 @@ func (t *turns) watched() {
 	t.watching = nil
 }
 
-// close lets nobody in any more. It waits for the watchdog, and reports whether the handler is off the connection and all
-// results are closed. Otherwise abandon is called when no call is under way.
-func (t *turns) close(abandon func()) (idle bool) {
+// underWatch returns what is closed when the watchdog is off the connection, nil if it isn't on it.
+func (t *turns) underWatch() <-chan struct{} {
 	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.watching
+}
+
+// close lets nobody in any more. It returns what underWatch does.
+func (t *turns) close() <-chan struct{} {
+	t.mu.Lock()
+	defer t.mu.Unlock()
 	t.closed = true
-	watching := t.watching
-	t.mu.Unlock()
-	if watching != nil {
-		<-watching
-	}
+	return t.watching
+}
+
+// abandon reports whether the handler is off a closed connection and all results are closed. Otherwise it has discard called when
+// no call is under way.
+func (t *turns) abandon(discard func()) (idle bool) {
 	t.mu.Lock()
 	calls, idle := t.calls, t.calls == 0 && t.results == 0
 	if calls > 0 {
-		t.last = abandon
+		t.last = discard
 	}
 	t.mu.Unlock()
 	if calls == 0 && !idle {
-		abandon()
+		discard()
 	}
 	return idle
 }

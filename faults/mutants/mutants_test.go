@@ -58,7 +58,7 @@ var mutants = []mutant{
 		{"policy.go", "last, left := lastAttempt(s.ctx), s.left(v.wait)", "last, left := lastAttempt(s.ctx), s.left(v.wait)\n\tif last {\n\t\treturn false\n\t}"},
 	}},
 	{name: "marker after a failure", found: []string{history.BadMarker}, edits: []edit{
-		{"lock.go", "k.release(succeeded && ", "k.release(returned && "},
+		{"lock.go", "released := k.release(succeeded)", "released := k.release(returned)"},
 	}},
 	{name: "marker after a panic", found: []string{history.BadMarker}, edits: []edit{
 		{"lock.go", "succeeded := returned && err == nil", "succeeded := (returned || err == nil) && err == nil"},
