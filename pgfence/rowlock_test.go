@@ -1579,55 +1579,38 @@ func TestAnImpatientCheckDoesNotEndTheLock(t *testing.T) {
 func TestATransactionThatIsNotTheLocksIsNotCommitted(t *testing.T) {
 	for name, sql := range map[string]string{"chain": "COMMIT AND CHAIN", "rollback and chain": "ROLLBACK AND CHAIN", "anew": "ROLLBACK; BEGIN"} {
 		t.Run(name, func(t *testing.T) {
-			pool := connect(t, database(t))
-			if _, err := pool.Exec(t.Context(), "CREATE TABLE w (n int)"); err != nil {
-				t.Fatal(err)
-			}
-			var b books
-			l := locker(t, pool, &b, redislock.WithDoneFor(time.Hour))
-			err := l.Do(t.Context(), "n", func(ctx context.Context) error {
+			l := newLedger(t, redislock.WithDoneFor(time.Hour))
+			err := l.locker.Do(t.Context(), "n", func(ctx context.Context) error {
 				tx, _ := Tx(ctx)
 				if _, err := tx.Exec(ctx, sql); err != nil {
 					return err
 				}
-				_, err := tx.Exec(ctx, "INSERT INTO w VALUES (1)")
-				return err
+				return write(ctx, 1)
 			})
 			if err == nil || !strings.Contains(err.Error(), "another transaction") {
 				t.Errorf("error is %v", err)
 			}
-			var n int
-			if err := pool.QueryRow(t.Context(), "SELECT count(*) FROM w").Scan(&n); err != nil || n != 0 {
-				t.Errorf("%d rows, %v", n, err)
-			}
-			if _, held, err := l.Holder(t.Context(), "n"); held || err != nil {
-				t.Errorf("held or done: %v, %v", held, err)
-			}
+			l.wantWritten(t)
+			l.wantFree(t, "n")
 		})
 	}
 }
 
 func TestWhatAHandlerWroteStaysWhereALockWithinDropsItsTask(t *testing.T) {
-	pool := connect(t, database(t))
-	if _, err := pool.Exec(t.Context(), "CREATE TABLE w (n int)"); err != nil {
-		t.Fatal(err)
-	}
-	var b books
-	outer := locker(t, pool, &b, redislock.WithKey(redislock.ByType), redislock.WithDoneFor(time.Hour))
-	inner := locker(t, pool, &b)
+	l := newLedger(t, redislock.WithKey(redislock.ByType), redislock.WithDoneFor(time.Hour))
+	outer, inner := l.locker, locker(t, l.pool, &books{})
 	task := asynq.NewTask("x", nil)
 	name, err := inner.Name(t.Context(), task)
 	if err != nil {
 		t.Fatal(err)
 	}
-	k, err := locker(t, pool, &b).TryAcquire(t.Context(), name)
+	k, err := l.other.TryAcquire(t.Context(), name)
 	if err != nil {
 		t.Fatal(err)
 	}
 	within := inner.Middleware(asynq.HandlerFunc(func(context.Context, *asynq.Task) error { return errors.New("it ran") }))
 	err = outer.Middleware(asynq.HandlerFunc(func(ctx context.Context, task *asynq.Task) error {
-		tx, _ := Tx(ctx)
-		if _, err := tx.Exec(ctx, "INSERT INTO w VALUES (1)"); err != nil {
+		if err := write(ctx, 1); err != nil {
 			return err
 		}
 		return within.ProcessTask(ctx, task)
@@ -1635,14 +1618,12 @@ func TestWhatAHandlerWroteStaysWhereALockWithinDropsItsTask(t *testing.T) {
 	if err != nil {
 		t.Error(err)
 	}
-	var n int
-	if err := pool.QueryRow(t.Context(), "SELECT count(*) FROM w").Scan(&n); err != nil || n != 1 {
-		t.Errorf("%d rows, %v", n, err)
+	l.wantWritten(t, 1)
+	outerName, err := outer.Name(t.Context(), task)
+	if err != nil {
+		t.Fatal(err)
 	}
-	outerName, _ := outer.Name(t.Context(), task)
-	if _, done, err := outer.Holder(t.Context(), outerName); done || err != nil {
-		t.Errorf("there is a marker of work that was not done: %v, %v", done, err)
-	}
+	l.wantFree(t, outerName)
 	_ = k.Release(t.Context())
 }
 
