@@ -4,8 +4,10 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"strconv"
 	"strings"
 	"time"
+	"unicode/utf8"
 )
 
 // Holder is what a lock's value in Redis says of the one who wrote it. It is for people and for telling a task from its
@@ -59,14 +61,42 @@ type record struct {
 	Token string `json:"token"`
 }
 
-// encodeValue returns the string kept at the key: readable in redis-cli, unique by its token.
+// encodeValue returns the string kept at the key: readable in redis-cli, unique by its token. It writes JSON by hand, since
+// every lock pays for it.
 func encodeValue(h Holder, token string) string {
-	h.Since = h.Since.UTC().Truncate(time.Millisecond)
-	text, err := json.Marshal(record{h, token})
-	if err != nil {
-		panic(err) // strings, an int and a time of this era always marshal
+	b := make([]byte, 0, 512)
+	b = append(b, valueVersion+"{"...)
+	for _, field := range []struct{ name, text string }{{"task_id", h.TaskID}, {"task_type", h.TaskType}, {"queue", h.Queue}} {
+		if field.text != "" {
+			b = append(b, '"')
+			b = append(b, field.name...)
+			b = appendJSON(append(b, `":`...), field.text)
+			b = append(b, ',')
+		}
 	}
-	return valueVersion + string(text)
+	b = appendJSON(append(b, `"host":`...), h.Host)
+	b = strconv.AppendInt(append(b, `,"pid":`...), int64(h.PID), 10)
+	b = h.Since.UTC().Truncate(time.Millisecond).AppendFormat(append(b, `,"since":"`...), time.RFC3339Nano)
+	if h.Done {
+		b = append(b, `","done":true,"token":`...)
+	} else {
+		b = append(b, `","token":`...)
+	}
+	return string(append(appendJSON(b, token), '}'))
+}
+
+// appendJSON appends a JSON string. What is not plain goes the long way.
+func appendJSON(b []byte, text string) []byte {
+	for i := range len(text) {
+		if c := text[i]; c < ' ' || c == '"' || c == '\\' || c >= utf8.RuneSelf {
+			quoted, err := json.Marshal(text)
+			if err != nil {
+				panic(err) // a string always marshals
+			}
+			return append(b, quoted...)
+		}
+	}
+	return append(append(append(b, '"'), text...), '"')
 }
 
 // decodeValue reads what encodeValue wrote. It fails with errForeignValue or, for a format of another version,
