@@ -11,6 +11,19 @@ import (
 
 type lockContextKey struct{}
 
+// lockContext is a context that leads to its lock.
+type lockContext struct {
+	context.Context
+	lock *Lock
+}
+
+func (c *lockContext) Value(key any) any {
+	if key == (lockContextKey{}) {
+		return c.lock
+	}
+	return c.Context.Value(key)
+}
+
 // FromContext returns the innermost lock that the handler, or the function given to Do, runs under. ok is false when it
 // runs without one.
 func FromContext(ctx context.Context) (k *Lock, ok bool) {
@@ -30,7 +43,7 @@ func locksAround(ctx context.Context) iter.Seq[*Lock] {
 // where the outer lock does not do what this Locker's options promise.
 func (l *Locker) nested(ctx context.Context, key string) (bool, error) {
 	for k := range locksAround(ctx) {
-		if k.key != key || k.locker.store != l.store || k.isReleased() {
+		if k.key != key || !k.locker.store.Same(l.store) || k.isReleased() {
 			continue
 		}
 		if o := k.locker; o.ttl != l.ttl || o.doneFor != l.doneFor || o.grace != l.grace || o.fencing != l.fencing || o.failOpen != l.failOpen {

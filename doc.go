@@ -36,14 +36,18 @@
 //
 // # Timing
 //
-// A lock is valid from before its request was sent until nine tenths of the TTL have passed on this process's monotonic
-// clock; no host's clock is ever compared with another's. It is extended every TTL/3, and after a failed call again every
-// max(TTL/30, 50 ms). An acquire that takes longer than TTL/4 is given back. A handler's return waits at most min(2 s,
-// TTL/10) for its release, which then ends in the background. When a task's context ends, because of a timeout, a
-// cancellation, a lost lease or a shutdown, asynq hands the task on while the handler may still be running; its lock is kept
-// for up to the grace period, and the second delivery of the same task is put back until the lock is free. Keep a task's
-// Timeout above twice the TTL, and the TTL at 30 s or less, so that a task which asynq recovers from a crashed worker, one to two
-// minutes after the crash, does not meet its own dead lock.
+// A lock is valid from before its request was sent until nine tenths of the TTL have passed on this process's monotonic clock;
+// no host's clock is ever compared with another's. It is extended every TTL/3, and after a failed call again every max(TTL/30,
+// 50 ms); where a Locker holds a hundred locks or more, together with others that are due within TTL/60. An acquire that takes
+// longer than TTL/4 is given back. A handler's return waits at most min(2 s, TTL/10) for its release, which then ends in the
+// background. When a task's context ends, because of a timeout, a cancellation, a lost lease or a shutdown, asynq hands the task
+// on while the handler may still be running; its lock is kept for up to the grace period, and the second delivery of the same
+// task is put back until the lock is free. Keep a task's Timeout above twice the TTL, and the TTL at 30 s or less, so that a
+// task which asynq recovers from a crashed worker, one to two minutes after the crash, does not meet its own dead lock.
+//
+// An acquire or release runs in the caller's goroutine where it ends in time by itself: on a *redis.Client whose ReadTimeout is at
+// most TTL/4, with a TTL of 10 s or more. Then it may take up to one ReadTimeout longer than TTL/4 while Redis hangs, and the end of a context is noticed when
+// it returns, unless that is a deadline which was known before. Other calls run in goroutines of their own, which nobody waits for longer than said here.
 //
 // # Retries
 //

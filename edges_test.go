@@ -178,12 +178,16 @@ func TestALockFreedDuringATryIsNotSleptThrough(t *testing.T) {
 			})).ProcessTask(context.Background(), asynq.NewTask("x", nil))
 		})
 		time.Sleep(20 * time.Second)
-		freed := make(chan time.Time, 1)
+		release, freed := make(chan struct{}), make(chan struct{})
+		var at time.Time
+		h.LockLink.Next(releaseScript.Hash()).Before(func() { <-release })
 		h.LockLink.Next("SET").After(func() {
-			free()
-			freed <- time.Now()
+			close(release)
+			<-freed
+			at = time.Now()
 		})
-		at := <-freed
+		free()
+		close(freed)
 		<-ran
 		if waited := time.Since(at); waited > 10*time.Millisecond { // a poll would be up to 250 ms away
 			t.Errorf("handed over after %v", waited)

@@ -109,13 +109,13 @@ func (e Event) attrs() []slog.Attr {
 }
 
 // emit writes the event's log line and tells the observers. It is never called with a mutex held.
-func (l *Locker) emit(ctx context.Context, e Event) {
+func (l *Locker) emit(ctx context.Context, e *Event) {
 	level, text := e.logLine()
 	if log := l.log(); log.Enabled(ctx, level) {
 		log.LogAttrs(ctx, level, "redislock: "+text, e.attrs()...)
 	}
 	for _, observe := range l.observers {
-		l.tell(ctx, observe, e)
+		l.tell(ctx, observe, *e)
 	}
 }
 

@@ -385,8 +385,8 @@ func TestOnRealServersAFencedAcquireBelievesNobodyWhoMayBeBehind(t *testing.T) {
 		t.Parallel()
 		var b books
 		rdb := s.client(t)
-		for name, l := range map[string]*Locker{"plain": realLocker(t, rdb, &b), "fenced": realLocker(t, rdb, &b, WithFencing())} {
-			k := heldLock(t, l, name)
+		for name, opts := range map[string][]Option{"plain": nil, "fenced": {WithFencing()}} {
+			k, l := heldLock(t, realLocker(t, rdb, &b, opts...), name), realLocker(t, rdb, &b, opts...)
 			for _, in := range [][2][]any{
 				{{"CONFIG", "SET", "min-replicas-to-write", 1}, {"CONFIG", "SET", "min-replicas-to-write", 0}},
 				{{"REPLICAOF", "127.0.0.1", 1}, {"REPLICAOF", "NO", "ONE"}},

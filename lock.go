@@ -18,12 +18,12 @@ import (
 type Lock struct {
 	locker *Locker
 	key    string
-	token  string
+	token  uuid.UUID
 	claim  store.Claim
 	self   Holder
-	since  time.Time // acquired
 	waited time.Duration
-	ctx    context.Context
+	work   lockContext
+	ctx    context.Context // work, and what the store adds
 	cancel context.CancelCauseFunc
 	outer  *Lock       // the lock around this one in its call chain
 	unrun  atomic.Bool // a lock further down the chain kept the task from running
@@ -37,8 +37,8 @@ type Lock struct {
 	watchdog   watchdog
 	releasing  atomic.Bool
 	booked     atomic.Bool   // how the release came out is told
-	released   chan struct{} // closed when the first release is over
-	releaseErr error         // readable once released is closed, like workErr
+	released   chan struct{} // made for the first who waits, closed when the first release is over
+	err        error         // of the claim, and then of the release: readable once that is over, like workErr
 	workErr    error         // why the work under the lock did not take effect
 }
 
@@ -98,7 +98,7 @@ func (k *Lock) Release(ctx context.Context) error {
 	if !waitFor(bound, k.release(false)) {
 		return fmt.Errorf("%w: release lock %s: %w", ErrUnavailable, k.key, bound.Err())
 	}
-	return k.releaseErr
+	return k.err
 }
 
 // releaseBound bounds the wait for a release. A handler's own context cannot: the release itself ends it.
@@ -121,103 +121,120 @@ func (l *Locker) acquire(ctx, parent context.Context, key string, self Holder, b
 	if !l.enter() {
 		return nil, fmt.Errorf("%w: acquire lock %s", ErrClosed, key)
 	}
+	claimed := false
+	defer func() {
+		if !claimed { // or a hook of the client's panics
+			l.leave()
+		}
+	}()
+	if holder, ok := l.holder(key); ok {
+		return nil, &HeldError{Key: key, Holder: holder}
+	}
 	self.Since = time.Now().UTC().Truncate(time.Millisecond) // as it comes back from the value, to be compared
-	token := uuid.NewString()
-	c, err := l.try(ctx, key, encodeValue(self, token))
-	if err != nil {
-		l.leave()
+	k := &Lock{locker: l, key: key, token: uuid.New(), self: self}
+	if err := k.try(ctx); err != nil {
 		return nil, err
 	}
-	outer, _ := FromContext(parent)
-	k := &Lock{
-		locker:     l,
-		key:        key,
-		token:      token,
-		claim:      c,
-		self:       self,
-		since:      time.Now(),
-		waited:     time.Since(began),
-		outer:      outer,
-		validUntil: l.validUntil(c.Sent),
-		released:   make(chan struct{}),
-	}
-	k.ctx, k.cancel = context.WithCancelCause(context.WithValue(parent, lockContextKey{}, k))
-	k.ctx = c.Bind(k.ctx, (*owner)(k))
+	claimed = true
+	k.waited = time.Since(began)
+	k.validUntil = l.validUntil(k.claim.Sent)
+	k.outer, _ = FromContext(parent)
+	k.work.lock = k
+	k.work.Context, k.cancel = context.WithCancelCause(parent)
+	k.ctx = k.claim.Bind(&k.work, (*owner)(k))
 	k.emit(EventAcquired, nil) // first, since a Shutdown that finds it registered may abandon it at once
 	if !l.register(k) {
 		k.release(false)
 		return nil, fmt.Errorf("%w: acquire lock %s", ErrClosed, key)
 	}
-	k.watch(parent, c.Sent)
+	k.watch(parent)
 	return k, nil
 }
 
-// try claims the key for value. Whatever it does not return as claimed it gives back.
-func (l *Locker) try(ctx context.Context, key, value string) (store.Claim, error) {
-	type reply struct {
-		store.Claim
-		err error
+// try claims the key. Whatever it does not return as claimed it gives back, and then nobody else may use the lock.
+func (k *Lock) try(ctx context.Context) error {
+	l := k.locker
+	limit := l.ttl / 4
+	request := store.Request{Key: k.key, Value: encodeValue(k.self, k.token.String()), TTL: l.ttl, Fencing: l.fencing, Until: time.Now().Add(limit)}
+	if request.Prompt = l.isPrompt(ctx, request.Until); request.Prompt {
+		k.claim, k.err = l.store.Claim(ctx, request)
+		l.checkPrompt(request.Until)
+	} else if !k.claimElsewhere(ctx, request, limit) {
+		return k.tooLate(ctx)
 	}
-	began := time.Now()
-	bound, cancel := context.WithTimeout(ctx, l.ttl/4)
-	defer cancel()
-	replies := make(chan reply, 1)
-	l.spawn(func() {
-		c, err := l.store.Claim(bound, store.Request{Key: key, Value: value, TTL: l.ttl, Fencing: l.fencing})
-		replies <- reply{c, err}
-	})
-	var r reply
-	select {
-	case r = <-replies:
-	case <-bound.Done():
-		// The call may not return for a while, and nobody can say what the store will have done by then.
-		l.spawn(func() { l.giveBack((<-replies).Lease) })
-		return store.Claim{}, l.tooLate(ctx, key)
-	}
-	switch {
-	case r.err == nil && (ctx.Err() != nil || time.Since(began) > l.ttl/4):
+	late := ctx.Err() != nil || !time.Now().Before(request.Until)
+	if k.claim.Lease != nil && (late || k.err != nil) {
 		// asynq has settled a task whose context ended, and may have given it to another server.
-		l.spawn(func() { l.giveBack(r.Lease) })
-		return store.Claim{}, l.tooLate(ctx, key)
-	case r.err != nil && r.Lease != nil:
-		l.spawn(func() { l.giveBack(r.Lease) })
+		l.spawn(k.giveBack)
 	}
-	return r.Claim, refusal(key, r.err)
+	if k.err == nil && late {
+		return k.tooLate(ctx)
+	}
+	return k.refusal()
+}
+
+// claimElsewhere claims the key from another goroutine, since the call may not return for a while. It reports whether it did.
+// If not, nobody can say what the store will have done by then, so that goroutine gives the lock back.
+func (k *Lock) claimElsewhere(ctx context.Context, request store.Request, limit time.Duration) bool {
+	l := k.locker
+	answered := make(chan struct{})
+	l.begin()
+	go func() {
+		defer l.leave()
+		k.claim, k.err = l.store.Claim(ctx, request)
+		close(answered)
+	}()
+	timer := l.startTimer(limit)
+	defer l.stopTimer(timer)
+	select {
+	case <-answered:
+		return true
+	case <-ctx.Done():
+	case <-timer.C:
+	}
+	l.spawn(func() {
+		<-answered
+		k.giveBack()
+	})
+	return false
 }
 
 // refusal says who has the key, where that is why it was not claimed.
-func refusal(key string, err error) error {
+func (k *Lock) refusal() error {
+	if k.err == nil {
+		return nil
+	}
 	var taken *store.Taken
-	if !errors.As(err, &taken) {
-		return err
+	if !errors.As(k.err, &taken) {
+		return k.err
 	}
 	if taken.Unknown {
-		return &HeldError{Key: key}
+		return &HeldError{Key: k.key}
 	}
 	holder, err := decodeValue(taken.Value)
 	if errors.Is(err, errForeignValue) {
-		return fmt.Errorf("redislock: acquire lock %s: %w", key, err)
+		return fmt.Errorf("redislock: acquire lock %s: %w", k.key, err)
 	}
-	return &HeldError{Key: key, Holder: holder}
+	return &HeldError{Key: k.key, Holder: holder}
 }
 
 // tooLate is the error of a try that took longer than its context or than TTL/4.
-func (l *Locker) tooLate(ctx context.Context, key string) error {
+func (k *Lock) tooLate(ctx context.Context) error {
 	if err := ctx.Err(); err != nil {
-		return fmt.Errorf("%w: acquire lock %s: %w", ErrUnavailable, key, err)
+		return fmt.Errorf("%w: acquire lock %s: %w", ErrUnavailable, k.key, err)
 	}
-	return fmt.Errorf("%w: acquire lock %s: took longer than %v, a quarter of the TTL", ErrUnavailable, key, l.ttl/4)
+	return fmt.Errorf("%w: acquire lock %s: took longer than %v, a quarter of the TTL", ErrUnavailable, k.key, k.locker.ttl/4)
 }
 
 // giveBack frees what a try without a known outcome may have claimed. It wakes nobody: the one who waits is often the one
 // whose try this was, and has to pause before the next.
-func (l *Locker) giveBack(lease store.Lease) {
-	if lease == nil {
+func (k *Lock) giveBack() {
+	if k.claim.Lease == nil {
 		return
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), l.ttl)
+	ctx, cancel := context.WithTimeout(context.Background(), k.locker.ttl)
 	defer cancel()
-	lease.GiveBack(ctx)
+	k.claim.GiveBack(ctx)
 }
 
 // validUntil is when a holder must stop believing in a lock whose TTL was set by a command sent at sent: a tenth of the TTL
@@ -225,7 +242,24 @@ func (l *Locker) giveBack(lease store.Lease) {
 func (l *Locker) validUntil(sent time.Time) time.Time { return sent.Add(l.ttl - l.ttl/10) }
 
 // patience is how long a return waits for its release.
-func (l *Locker) patience() time.Duration { return min(2*time.Second, l.ttl/10) }
+func (c *config) patience() time.Duration { return min(2*time.Second, c.ttl/10) }
+
+// promptTTL is the shortest TTL whose calls may be made by the goroutine that wants them, if the store has such: with a shorter
+// one, patience would cut off replies that are merely slow.
+const promptTTL = 10 * time.Second
+
+// isPrompt reports whether a call that is to end by until may be made right here. It cannot be left when ctx ends before.
+func (l *Locker) isPrompt(ctx context.Context, until time.Time) bool {
+	deadline, ok := ctx.Deadline()
+	return l.prompt.Load() && !(ok && deadline.Before(until))
+}
+
+// checkPrompt stops trusting a store whose call, over now, was not prompt: a hook or a connection of the user's has held it up.
+func (l *Locker) checkPrompt(until time.Time) {
+	if time.Since(until) > 2*l.patience() {
+		l.prompt.Store(false)
+	}
+}
 
 // validity returns how much longer the lock is valid without an extension, or an ErrLost that says how it ended. The local
 // clock has the last word: a lock that is overdue is lost even if no timer has said so yet.
@@ -249,16 +283,18 @@ func (k *Lock) validity() (time.Duration, error) {
 // extend asks for another TTL. It returns nil, ErrLost, or ErrUnavailable for anything that leaves the lock in doubt.
 func (k *Lock) extend(ctx context.Context) error {
 	sent := time.Now()
-	err := k.claim.Extend(ctx)
-	var gone store.Gone
-	switch {
-	case err == nil:
+	return k.extended(sent, k.claim.Extend(ctx))
+}
+
+// extended takes the answer to an extension that was sent at sent.
+func (k *Lock) extended(sent time.Time, err error) error {
+	if err == nil {
 		return k.renew(sent)
-	case errors.As(err, &gone):
-		return k.loseTo(gone)
-	default:
-		return fmt.Errorf("%w: extend lock %s: %w", ErrUnavailable, k.key, err)
 	}
+	if gone, ok := isGone(err); ok {
+		return k.loseTo(gone)
+	}
+	return fmt.Errorf("%w: extend lock %s: %w", ErrUnavailable, k.key, err)
 }
 
 // loseTo declares the lock lost for what the store said.
@@ -284,19 +320,15 @@ func (k *Lock) hold(fn func(context.Context) error) (err error) {
 	defer func() {
 		lost := k.isLost() // before the release, since only a loss that fn could see is fn's to answer for
 		succeeded := returned && err == nil
-		released := k.release(succeeded)
+		until := time.Now().Add(k.locker.patience())
+		released := k.releaseBy(until, succeeded)
 		if k.locker.store.Transactional() {
 			<-released // what fn has done is not done before
 			if succeeded {
 				err = k.workErr
 			}
 		} else {
-			bound := time.NewTimer(k.locker.patience())
-			defer bound.Stop()
-			select {
-			case <-released:
-			case <-bound.C:
-			}
+			k.locker.await(released, until)
 		}
 		if err != nil && lost != nil && !errors.Is(err, ErrLost) {
 			err = &lostError{err, lost}
@@ -309,52 +341,118 @@ func (k *Lock) hold(fn func(context.Context) error) (err error) {
 
 // release ends the lock once and frees its key in the background. The channel it returns is closed when that is over.
 func (k *Lock) release(succeeded bool) <-chan struct{} {
-	if !k.releasing.CompareAndSwap(false, true) {
-		return k.released
+	if held, first := k.retire(); first {
+		k.freeElsewhere(k.endOf(succeeded, held))
 	}
-	_, ended := k.validity()
-	held := ended == nil && k.end(stateReleased, context.Canceled)
-	k.locker.spawn(func() {
-		work, err := k.settle(succeeded, held)
-		k.workErr = work
-		var gone store.Gone
-		switch {
-		case !held:
-			_, k.releaseErr = k.validity()
-			if succeeded && k.locker.store.Transactional() {
-				k.workErr = k.releaseErr
-			}
-			<-k.told
-		case errors.As(err, &gone):
-			k.releaseErr = fmt.Errorf("%w: lock %s: %w", ErrLost, k.key, gone)
-			k.book(EventLost, k.releaseErr)
-		default:
-			k.releaseErr = err
-			k.book(EventReleased, err)
+	return k.done()
+}
+
+// releaseBy is release with its first try in the caller's goroutine, which saves waking another, where the store is prompt.
+func (k *Lock) releaseBy(until time.Time, succeeded bool) <-chan struct{} {
+	if !k.locker.prompt.Load() {
+		return k.release(succeeded)
+	}
+	held, first := k.retire()
+	if !first {
+		return k.done()
+	}
+	end := k.endOf(succeeded, held)
+	if !held { // whoever is being told of that may take his time
+		k.freeElsewhere(end)
+		return k.done()
+	}
+	end.Until, end.Prompt = until, true
+	freed := false
+	defer func() {
+		if !freed { // or a hook of the client's panics
+			k.freeElsewhere(end)
 		}
-		l := k.locker
-		l.mu.Lock()
-		delete(l.locks, k)
-		l.mu.Unlock()
-		l.wake(k.key)
-		l.leave() // from acquire
-		close(k.released)
-	})
+	}()
+	work, err := k.claim.Release(k.ctx, end)
+	k.locker.checkPrompt(until)
+	if freed = !errors.Is(err, ErrUnavailable); freed {
+		k.finish(end, work, err)
+	}
+	return k.done()
+}
+
+// done returns a channel that is closed when the first release is over.
+func (k *Lock) done() <-chan struct{} {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.released == nil {
+		k.released = make(chan struct{})
+	}
 	return k.released
 }
 
-// settle frees the key, leaving a done marker where the work succeeded and WithDoneFor wants one.
-func (k *Lock) settle(succeeded, held bool) (work, err error) {
+// retire makes the lock a released one. It reports whether it was held until now, and whether this is its first release.
+func (k *Lock) retire() (held, first bool) {
+	if !k.releasing.CompareAndSwap(false, true) {
+		return false, false
+	}
+	_, ended := k.validity()
+	return ended == nil && k.end(stateReleased, context.Canceled), true
+}
+
+// freeElsewhere frees the key in the background.
+func (k *Lock) freeElsewhere(end store.End) {
 	l := k.locker
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(k.ctx), l.ttl)
-	defer cancel()
-	end := store.End{Succeeded: succeeded, Held: held, DoneFor: l.doneFor}
-	if succeeded && l.doneFor > 0 && !k.unrun.Load() {
+	end.Until, end.Prompt = time.Now().Add(l.ttl), false
+	l.begin()
+	go func() {
+		defer l.leave()
+		work, err := k.claim.Release(k.ctx, end)
+		k.finish(end, work, err)
+	}()
+}
+
+// finish tells how freeing the key came out.
+func (k *Lock) finish(end store.End, work, err error) {
+	k.workErr = work
+	gone, lost := isGone(err)
+	switch {
+	case !end.Held:
+		_, k.err = k.validity()
+		if end.Succeeded && k.locker.store.Transactional() {
+			k.workErr = k.err
+		}
+		<-k.told
+	case lost:
+		k.err = fmt.Errorf("%w: lock %s: %w", ErrLost, k.key, gone)
+		k.book(EventLost, k.err)
+	default:
+		k.err = err
+		k.book(EventReleased, err)
+	}
+	k.locker.unregister(k)
+	k.locker.leave() // from acquire
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.released == nil {
+		k.released = closed
+	} else {
+		close(k.released)
+	}
+}
+
+// isGone returns what the store said of a lease that has ended.
+func isGone(err error) (gone store.Gone, ok bool) {
+	if err != nil { // errors.As allocates
+		ok = errors.As(err, &gone)
+	}
+	return gone, ok
+}
+
+// endOf says how to free the key: leaving a done marker where the work succeeded and WithDoneFor wants one.
+func (k *Lock) endOf(succeeded, held bool) store.End {
+	end := store.End{Succeeded: succeeded, Held: held, DoneFor: k.locker.doneFor}
+	if succeeded && end.DoneFor > 0 && !k.unrun.Load() {
 		marker := k.self
 		marker.Since, marker.Done = time.Now(), true
-		end.Marker = encodeValue(marker, k.token)
+		end.Marker = encodeValue(marker, k.token.String())
 	}
-	return k.claim.Release(ctx, end)
+	return end
 }
 
 // end moves the lock out of the held state, stops its timers and cancels its context. It reports whether it was the one
@@ -363,11 +461,11 @@ func (k *Lock) end(state lockState, cause error) bool {
 	k.mu.Lock()
 	first := k.state == stateHeld
 	if first {
-		k.state, k.held = state, time.Since(k.since)
+		k.state, k.held = state, time.Since(k.claim.Sent)
 		if state != stateReleased {
 			k.cause, k.told = cause, make(chan struct{})
 		}
-		k.watchdog.stop()
+		k.stopWatchdog()
 	}
 	k.mu.Unlock()
 	if first {
@@ -420,6 +518,13 @@ func (k *Lock) isLost() error {
 	return k.cause
 }
 
+// isValid reports whether the lock is held, as far as the local clock can tell.
+func (k *Lock) isValid() bool {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.state == stateHeld && time.Now().Before(k.validUntil)
+}
+
 func (k *Lock) isReleased() bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -434,7 +539,7 @@ func (k *Lock) heldFor() time.Duration {
 }
 
 func (k *Lock) emit(kind EventKind, err error) {
-	k.locker.emit(k.ctx, Event{
+	k.locker.emit(k.ctx, &Event{
 		Kind: kind, Key: k.key, TaskID: k.self.TaskID, TaskType: k.self.TaskType, Queue: k.self.Queue,
 		Holder: k.self, Waited: k.waited, Held: k.held, Err: err,
 	})

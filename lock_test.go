@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"runtime"
 	"slices"
@@ -36,7 +37,7 @@ func heldLock(t *testing.T, l *Locker, name string) *Lock {
 func stopWatchdog(k *Lock) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	k.watchdog.stop()
+	k.stopWatchdog()
 }
 
 // teachScripts makes Redis know the scripts, so that each call is one command.
@@ -217,9 +218,9 @@ func TestAHolderPausedPastItsTTLLeavesItsSuccessorAlone(t *testing.T) {
 		asks bool                               // Redis
 	}{
 		{"release", func(ctx context.Context, k *Lock) error { return k.Release(ctx) }, true},
-		{"release with a done marker", func(_ context.Context, k *Lock) error { <-k.release(true); return k.releaseErr }, true},
+		{"release with a done marker", func(_ context.Context, k *Lock) error { <-k.release(true); return k.err }, true},
 		{"extend", func(ctx context.Context, k *Lock) error { return k.extend(ctx) }, true},
-		{"tick", func(_ context.Context, k *Lock) error { k.tick(); return k.isLost() }, false},
+		{"alarm", func(_ context.Context, k *Lock) error { k.tryAgain(); synctest.Wait(); return k.isLost() }, false},
 		{"check", func(ctx context.Context, k *Lock) error { return k.Check(ctx) }, false},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -896,18 +897,245 @@ func TestAcquireAndReleaseTakeOneRoundTripEach(t *testing.T) {
 			t.Error(err)
 		}
 		again := heldLock(t, l, "n")
-		if _, err := l.TryAcquire(t.Context(), "n"); !errors.Is(err, ErrHeld) {
+		if _, err := l.TryAcquire(t.Context(), "n"); !errors.Is(err, ErrHeld) { // this Locker knows
 			t.Errorf("error is %v, want ErrHeld", err)
+		}
+		other := w.Host("other")
+		if _, err := locker(other, &b).TryAcquire(t.Context(), "n"); !errors.Is(err, ErrHeld) || len(other.LockLink.Sent("")) != 1 {
+			t.Errorf("error is %v after %v, want ErrHeld after one command", err, other.LockLink.Sent(""))
 		}
 		_ = again.Release(t.Context())
 		var names []string
 		for _, c := range h.LockLink.Sent("") {
 			names = append(names, c.Name)
 		}
-		if want := []string{"SET", "EVALSHA", "SET", "SET", "EVALSHA"}; !slices.Equal(names, want) {
+		if want := []string{"SET", "EVALSHA", "SET", "EVALSHA"}; !slices.Equal(names, want) {
 			t.Errorf("commands are %v, want %v", names, want)
 		}
 	})
+}
+
+// slowHook holds up what matches on its way to the client, as a user's own hook may.
+type slowHook struct {
+	matches func(redis.Cmder) bool
+	d       time.Duration
+}
+
+func (slowHook) DialHook(next redis.DialHook) redis.DialHook { return next }
+
+func (s slowHook) ProcessHook(next redis.ProcessHook) redis.ProcessHook {
+	return func(ctx context.Context, cmd redis.Cmder) error {
+		if s.matches(cmd) {
+			time.Sleep(s.d)
+		}
+		return next(ctx, cmd)
+	}
+}
+
+func (slowHook) ProcessPipelineHook(next redis.ProcessPipelineHook) redis.ProcessPipelineHook {
+	return next
+}
+
+func TestAClientThatHoldsUpACallIsNotWaitedForAgain(t *testing.T) {
+	const (
+		ttl     = 30 * time.Second
+		longer  = 20 * time.Second // than anybody may wait
+		release = 2 * time.Second
+	)
+	for _, test := range []struct {
+		name    string
+		matches func(redis.Cmder) bool
+		call    func(t *testing.T, l *Locker, name string)
+		bound   time.Duration // once it is known
+	}{
+		{
+			"release", func(cmd redis.Cmder) bool { return slices.Contains(cmd.Args(), any(releaseScript.Hash())) },
+			func(t *testing.T, l *Locker, name string) {
+				if err := l.Do(t.Context(), name, func(context.Context) error { return nil }); err != nil {
+					t.Errorf("Do says %v", err)
+				}
+			}, release,
+		},
+		{
+			"acquire", func(cmd redis.Cmder) bool { return cmd.Name() == "set" },
+			func(t *testing.T, l *Locker, name string) {
+				if _, err := l.TryAcquire(t.Context(), name); !errors.Is(err, ErrUnavailable) {
+					t.Errorf("TryAcquire says %v, want ErrUnavailable", err)
+				}
+			}, ttl / 4,
+		},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
+				var b books
+				teachScripts(w)
+				h := w.Host("h")
+				h.RDB.AddHook(slowHook{test.matches, longer})
+				l := locker(h, &b, WithTTL(ttl))
+				if !l.prompt.Load() {
+					t.Fatal("the client is not prompt from the start")
+				}
+				test.call(t, l, "first")
+				if took := w.Elapsed(); took != longer {
+					t.Errorf("the first call took %s, want %s: by the caller's goroutine", took, longer)
+				}
+				for i := range 3 {
+					began := time.Now()
+					test.call(t, l, fmt.Sprint("later ", i))
+					if took := time.Since(began); took != test.bound {
+						t.Errorf("a later call took %s, want %s: by another goroutine", took, test.bound)
+					}
+				}
+				time.Sleep(longer)
+				if keys := w.Redis.Keys(); len(keys) > 0 {
+					t.Errorf("keys left: %v", keys)
+				}
+				checkIdle(t, l)
+				b.balance(t, 0)
+			})
+		})
+	}
+}
+
+func TestAClientThatIsABitSlowIsStillPrompt(t *testing.T) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		var b books
+		teachScripts(w)
+		h := w.Host("h")
+		h.RDB.AddHook(slowHook{func(redis.Cmder) bool { return true }, time.Second})
+		l := locker(h, &b)
+		for range 3 {
+			if err := l.Do(t.Context(), "n", func(context.Context) error { return nil }); err != nil {
+				t.Error(err)
+			}
+		}
+		if !l.prompt.Load() {
+			t.Error("the client is not prompt any more")
+		}
+		b.want(t, "acquired=3 released=3")
+	})
+}
+
+func TestATryWithAnEarlyDeadlineEndsThereThoughItsLockerIsPrompt(t *testing.T) {
+	for name, fail := range map[string]func(*virtual.Link){
+		"Redis hangs": (*virtual.Link).Hang,
+		"Redis is slow": func(l *virtual.Link) {
+			l.Slow(2 * time.Second)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
+				const limit = time.Second
+				var b books
+				h := w.Host("h")
+				l := locker(h, &b)
+				fail(h.LockLink)
+				ctx, cancel := context.WithTimeout(t.Context(), limit)
+				defer cancel()
+				if !l.prompt.Load() || l.isPrompt(ctx, time.Now().Add(2*limit)) {
+					t.Fatal("this is not the case to be tested")
+				}
+				_, err := l.TryAcquire(ctx, "n")
+				if took := w.Elapsed(); took != limit || !errors.Is(err, ErrUnavailable) || !errors.Is(err, context.DeadlineExceeded) {
+					t.Errorf("%v after %s, want ErrUnavailable and the context's error after %s", err, took, limit)
+				}
+				h.LockLink.Heal()
+				time.Sleep(time.Minute)
+				if w.Redis.Exists(k1) {
+					t.Error("the claim was not given back")
+				}
+				if !l.prompt.Load() {
+					t.Error("the client is not prompt any more, for what the caller did not wait for")
+				}
+				checkIdle(t, l)
+				b.balance(t, 0)
+			})
+		})
+	}
+}
+
+func TestAPromptReleaseThatFailsGoesOnInTheBackground(t *testing.T) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		const (
+			ttl      = 30 * time.Second
+			patience = 2 * time.Second
+		)
+		var b books
+		teachScripts(w)
+		h := w.Host("h")
+		l := locker(h, &b, WithTTL(ttl))
+		err := l.Do(t.Context(), "n", func(context.Context) error { h.LockLink.Hang(); return nil })
+		if took := w.Elapsed(); err != nil || took != patience {
+			t.Errorf("Do says %v after %s, want nil after %s", err, took, patience)
+		}
+		if !w.Redis.Exists(k1) || b.count(EventReleased) > 0 {
+			t.Errorf("released before Redis was told: %s", &b)
+		}
+		h.LockLink.Heal()
+		time.Sleep(2 * time.Second)
+		if w.Redis.Exists(k1) {
+			t.Error("the key was not freed")
+		}
+		checkIdle(t, l)
+		b.want(t, "acquired=1 released=1")
+	})
+}
+
+// A lock of one's own costs no round trip, but only as long as its Locker may believe in it.
+func TestALockerKnowsItsOwnLockWhileThatIsValidAndNoLonger(t *testing.T) {
+	const ttl = 30 * time.Second
+	for name, end := range map[string]func(w *virtual.World, h *virtual.Host, k *Lock){
+		"released": func(w *virtual.World, _ *virtual.Host, k *Lock) { _ = k.Release(w.T.Context()) },
+		"lost": func(_ *virtual.World, h *virtual.Host, _ *Lock) {
+			h.LockLink.Cut()
+			time.Sleep(ttl)
+			h.LockLink.Heal()
+		},
+		"overdue, and nobody has noticed": func(_ *virtual.World, _ *virtual.Host, k *Lock) {
+			stopWatchdog(k)
+			time.Sleep(ttl)
+		},
+		"seen to be gone": func(w *virtual.World, _ *virtual.Host, k *Lock) {
+			w.Redis.Del(k.key)
+			if err := k.Check(w.T.Context()); !errors.Is(err, ErrLost) {
+				w.T.Errorf("Check says %v, want ErrLost", err)
+			}
+		},
+		"freed by force": func(w *virtual.World, _ *virtual.Host, k *Lock) { _ = k.locker.ForceRelease(w.T.Context(), "n") },
+		"abandoned":      func(_ *virtual.World, _ *virtual.Host, k *Lock) { k.abandon(errors.New("for a test")); time.Sleep(ttl) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
+				var b books
+				h := w.Host("h")
+				l := locker(h, &b, WithTTL(ttl))
+				known := func(k *Lock) {
+					t.Helper()
+					h.LockLink.Forget()
+					_, err := l.TryAcquire(t.Context(), "n")
+					var held *HeldError
+					if !errors.As(err, &held) || held.Holder != k.self || len(h.LockLink.Sent("SET")) > 0 {
+						t.Errorf("error is %v after the commands %v, want the holder, and none", err, h.LockLink.Sent("SET"))
+					}
+				}
+				k := heldLock(t, l, "n")
+				known(k)
+				time.Sleep(3*ttl + time.Second)
+				known(k)
+				end(w, h, k)
+				successor := heldLock(t, l, "n")
+				known(successor)
+				_ = k.Release(t.Context())
+				known(successor)
+				_ = successor.Release(t.Context())
+				l.mu.Lock()
+				defer l.mu.Unlock()
+				if len(l.latest) > 0 {
+					t.Errorf("it still knows %d locks", len(l.latest))
+				}
+			})
+		})
+	}
 }
 
 func TestTryAcquireSaysWhoHoldsTheLock(t *testing.T) {
@@ -1857,4 +2085,109 @@ func TestForceReleaseFreesALockOrAMarker(t *testing.T) {
 		}
 		b.balance(t, 0)
 	})
+}
+
+// A dialer that gives up with its context only, as that of a tunnel may, and a pool without a free connection.
+func TestWhatWaitsForAContextHoldsUpNoReturn(t *testing.T) {
+	const ttl = 30 * time.Second
+	for _, test := range []struct {
+		name  string
+		block func(t *testing.T, h *virtual.Host, blocked *atomic.Bool) (heal func())
+	}{
+		{"dialer", func(t *testing.T, h *virtual.Host, blocked *atomic.Bool) func() {
+			blocked.Store(true)
+			h.LockLink.Cut() // what is open
+			h.LockLink.Heal()
+			return func() { blocked.Store(false) }
+		}},
+		{"pool", func(t *testing.T, h *virtual.Host, _ *atomic.Bool) func() {
+			conn := h.RDB.Conn() // the only one
+			if err := conn.Ping(t.Context()).Err(); err != nil {
+				t.Error(err)
+			}
+			return func() { _ = conn.Close() }
+		}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
+				var b books
+				var blocked atomic.Bool
+				teachScripts(w)
+				h := w.Host("h", func(o *redis.Options) {
+					o.PoolSize = 1
+					dial := o.Dialer
+					o.Dialer = func(ctx context.Context, network, addr string) (net.Conn, error) {
+						if blocked.Load() {
+							<-ctx.Done()
+							return nil, ctx.Err()
+						}
+						return dial(ctx, network, addr)
+					}
+				})
+				l := locker(h, &b, WithTTL(ttl))
+				var heal func()
+				var returned time.Time
+				err := l.Do(t.Context(), "n", func(context.Context) error {
+					heal = test.block(t, h, &blocked)
+					returned = time.Now()
+					return nil
+				})
+				if late := time.Since(returned); err != nil || late > 2*time.Second {
+					t.Errorf("the return took %s (%v), want 2 s at most", late, err)
+				}
+				began := time.Now()
+				if _, err := l.TryAcquire(t.Context(), "other"); !errors.Is(err, ErrUnavailable) || time.Since(began) > ttl/4 {
+					t.Errorf("the try took %s (%v), want ErrUnavailable after %s at most", time.Since(began), err, ttl/4)
+				}
+				heal()
+				time.Sleep(ttl)
+				checkIdle(t, l)
+				b.want(t, "acquired=1 released=1")
+			})
+		})
+	}
+}
+
+func TestAPanicOfAClientsHookLeaksNothing(t *testing.T) {
+	for _, command := range []string{"set", "evalsha"} {
+		t.Run(command, func(t *testing.T) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
+				var b books
+				teachScripts(w)
+				h := w.Host("h")
+				h.RDB.AddHook(panicOnce{command, new(atomic.Bool)})
+				l := locker(h, &b, WithTTL(30*time.Second))
+				func() {
+					defer func() {
+						if recover() == nil {
+							t.Error("the panic got lost")
+						}
+					}()
+					_ = l.Do(t.Context(), "n", func(context.Context) error { return nil })
+				}()
+				time.Sleep(time.Second)
+				checkIdle(t, l)
+				b.balance(t, 0)
+			})
+		})
+	}
+}
+
+// panicOnce is a hook that panics at the first command of a name.
+type panicOnce struct {
+	command string
+	did     *atomic.Bool
+}
+
+func (p panicOnce) DialHook(next redis.DialHook) redis.DialHook { return next }
+func (p panicOnce) ProcessPipelineHook(next redis.ProcessPipelineHook) redis.ProcessPipelineHook {
+	return next
+}
+func (p panicOnce) ProcessHook(next redis.ProcessHook) redis.ProcessHook {
+	return func(ctx context.Context, cmd redis.Cmder) error {
+		if cmd.Name() == p.command && p.did.CompareAndSwap(false, true) {
+			panic("a hook")
+		}
+		return next(ctx, cmd)
+	}
 }

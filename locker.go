@@ -7,6 +7,7 @@ import (
 	"os"
 	"reflect"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/hibiken/asynq"
@@ -19,16 +20,21 @@ import (
 // goroutine, connection or timer, and it never closes the client. The zero Locker is not usable; call New.
 type Locker struct {
 	config
-	store store.Store
-	host  string
-	pid   int
+	store  store.Store
+	bulk   store.Bulk  // the store, if it extends many locks at once
+	prompt atomic.Bool // its calls may be made by the goroutine that wants them
+	host   string
+	pid    int
 
 	mu      sync.Mutex
-	closing chan struct{}       // closed by Shutdown
-	gaveUp  bool                // Shutdown has stopped waiting: no lock may be handed out any more
-	busy    int                 // locks handed out and calls in flight
-	idle    chan struct{}       // closed when busy drops to 0, for Shutdown; nil while nobody waits
-	locks   map[*Lock]struct{}  // handed out and not yet ended
+	closing chan struct{}      // closed by Shutdown
+	gaveUp  bool               // Shutdown has stopped waiting: no lock may be handed out any more
+	busy    int                // locks handed out and calls in flight
+	idle    chan struct{}      // closed when busy drops to 0, for Shutdown; nil while nobody waits
+	locks   map[*Lock]struct{} // handed out and not yet ended
+	latest  map[string]*Lock   // of locks, by key: after a loss there may be two
+	timers  sync.Pool          // of stopped *time.Timer
+	alarms  alarms
 	waits   map[string]*waiters // by key, those that want it
 }
 
@@ -46,7 +52,7 @@ func New(rdb redis.UniversalClient, opts ...Option) (*Locker, error) {
 		return nil, errors.New("redislock: configure: *redis.Ring moves keys when a shard drops, so it cannot hold locks; " +
 			"use a client, a failover client or a cluster client")
 	}
-	return NewOn(redisStore{rdb}, opts...)
+	return NewOn(&redisStore{rdb: rdb}, opts...)
 }
 
 // NewOn is New for another place to keep locks. Its store comes from a module of this project, such as pgfence; there is no way
@@ -66,15 +72,22 @@ func NewOn(s store.Store, opts ...Option) (*Locker, error) {
 	if err != nil {
 		host = "unknown host"
 	}
-	return &Locker{
+	l := &Locker{
 		config:  c,
 		store:   s,
 		host:    host,
 		pid:     os.Getpid(),
 		closing: make(chan struct{}),
 		locks:   make(map[*Lock]struct{}),
+		latest:  make(map[string]*Lock),
 		waits:   make(map[string]*waiters),
-	}, nil
+	}
+	l.alarms.awake = l.awake
+	if bulk, prompt := s.Bulk(c.ttl/4, c.patience()); bulk != nil {
+		l.bulk, l.store = bulk, bulk
+		l.prompt.Store(prompt && c.ttl >= promptTTL)
+	}
+	return l, nil
 }
 
 // Name returns the lock name of a task, for TryAcquire, Do, Holder and ForceRelease. The context must be a handler's where the
@@ -104,7 +117,8 @@ func (l *Locker) redisKey(name string) (string, error) {
 
 // TryAcquire tries once to take the lock of a name. It fails with a *HeldError when the lock is taken or its work done, with
 // ErrUnavailable when the lock store can't be asked or takes over TTL/4, with ErrInvalidKey for an empty name, with ErrClosed after
-// Shutdown. The context bounds the try only: the lock is held and extended until Release, which must be called.
+// Shutdown. The context bounds the try only (see Timing): the lock is held and extended until Release, which must be called.
+// A lock that this Locker holds itself is refused without asking.
 func (l *Locker) TryAcquire(ctx context.Context, name string) (*Lock, error) {
 	key, err := l.redisKey(name)
 	if err != nil {
@@ -156,6 +170,9 @@ func (l *Locker) ForceRelease(ctx context.Context, name string) error {
 	if err := l.store.Free(ctx, key); err != nil {
 		return err
 	}
+	l.mu.Lock()
+	delete(l.latest, key)
+	l.mu.Unlock()
 	l.wake(key)
 	return nil
 }
@@ -221,9 +238,31 @@ func (l *Locker) register(k *Lock) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if !l.gaveUp {
-		l.locks[k] = struct{}{}
+		l.locks[k], l.latest[k.key] = struct{}{}, k
 	}
 	return !l.gaveUp
+}
+
+// unregister forgets a lock that has been released, and wakes those that wait for it here.
+func (l *Locker) unregister(k *Lock) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	delete(l.locks, k)
+	if l.latest[k.key] == k {
+		delete(l.latest, k.key)
+	}
+	l.ring(k.key)
+}
+
+// holder returns who holds a lock if it is this Locker, which then needs not ask for it.
+func (l *Locker) holder(key string) (h Holder, ok bool) {
+	l.mu.Lock()
+	k := l.latest[key]
+	l.mu.Unlock()
+	if k == nil || !k.isValid() {
+		return Holder{}, false
+	}
+	return k.self, true
 }
 
 func (l *Locker) begin() {

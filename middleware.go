@@ -41,7 +41,7 @@ func (l *Locker) process(ctx context.Context, task *asynq.Task, next asynq.Handl
 	e := Event{Kind: EventRefused, TaskID: self.TaskID, TaskType: self.TaskType, Queue: self.Queue, Err: errUnfinished}
 	over := func() {}
 	defer func() {
-		l.emit(ctx, e)
+		l.emit(ctx, &e)
 		over()
 	}()
 
@@ -57,9 +57,7 @@ func (l *Locker) process(ctx context.Context, task *asynq.Task, next asynq.Handl
 	over = l.leave // counted until the outcome is told, so that Shutdown returns with balanced books
 	e.Unlocked = lock == nil && v.kind == EventRan
 	if e.Unlocked { // judge has counted it
-		why := e
-		why.Err = v.err
-		l.log().LogAttrs(ctx, slog.LevelWarn, "redislock: task runs without a lock: Redis is unavailable and WithFailOpen is set", why.attrs()...)
+		l.warnUnlocked(ctx, e, v.err)
 	} else {
 		l.begin()
 	}
@@ -70,6 +68,11 @@ func (l *Locker) process(ctx context.Context, task *asynq.Task, next asynq.Handl
 	}
 	e.Err = under(func(ctx context.Context) error { return next.ProcessTask(ctx, task) })
 	return ofRun(task, e.Err)
+}
+
+func (l *Locker) warnUnlocked(ctx context.Context, e Event, why error) {
+	e.Err = why
+	l.log().LogAttrs(ctx, slog.LevelWarn, "redislock: task runs without a lock: Redis is unavailable and WithFailOpen is set", e.attrs()...)
 }
 
 // admit finds a task's key and what it may do: run under the lock, run without one, or not run.

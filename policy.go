@@ -88,18 +88,29 @@ const (
 // obtain takes the lock for a task, waiting in place as far as the policy and the last-attempt rule want it. Without a
 // lock, the verdict says what to do instead.
 func (l *Locker) obtain(ctx context.Context, task *asynq.Task, key string, self Holder, began time.Time) (*Lock, verdict) {
+	lock, err := l.acquire(ctx, ctx, key, self, began)
+	if err != nil {
+		return l.contend(ctx, task, key, self, began, err)
+	}
+	return lock, verdict{kind: EventRan}
+}
+
+// contend goes on after a first try that failed. It is a function of its own since asynq starts a goroutine for each task, whose
+// stack would otherwise grow for this, too.
+func (l *Locker) contend(ctx context.Context, task *asynq.Task, key string, self Holder, began time.Time, err error) (*Lock, verdict) {
 	var v verdict
+	var freed <-chan struct{}
 	stay := stay{locker: l, ctx: ctx, key: key, self: self, began: began}
 	defer stay.leave()
 	for {
-		freed := stay.bell() // before the try: a lock that ends meanwhile must not be slept through
-		lock, err := l.acquire(ctx, ctx, key, self, began)
-		if err == nil {
-			return lock, verdict{kind: EventRan}
-		}
 		v = l.judge(ctx, task, self, err, v)
 		if v.kind != EventRequeued || !stay.wait(v, freed) {
 			break
+		}
+		freed = stay.bell() // before the try: a lock that ends meanwhile must not be slept through
+		var lock *Lock
+		if lock, err = l.acquire(ctx, ctx, key, self, began); err == nil {
+			return lock, verdict{kind: EventRan}
 		}
 	}
 	var held *HeldError
@@ -229,11 +240,8 @@ type stay struct {
 	seated bool // waiters.taken is ours
 }
 
-// bell returns what tells that a lock of the key has ended here since the call; nil, which never tells, before the first wait.
+// bell returns what tells that a lock of the key has ended here since the call.
 func (s *stay) bell() <-chan struct{} {
-	if s.waiters == nil {
-		return nil
-	}
 	s.locker.mu.Lock()
 	defer s.locker.mu.Unlock()
 	return s.freed
@@ -280,6 +288,11 @@ func (s *stay) leave() {
 func (l *Locker) wake(key string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	l.ring(key)
+}
+
+// ring is wake for who has the mutex.
+func (l *Locker) ring(key string) {
 	if q := l.waits[key]; q != nil {
 		close(q.freed)
 		q.freed = make(chan struct{})

@@ -5,8 +5,10 @@ import (
 	_ "embed"
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/redis/go-redis/v9"
@@ -46,21 +48,53 @@ const (
 const fenceLifetime = 24 * time.Hour
 
 // redisStore keeps locks in Redis.
-type redisStore struct{ rdb redis.UniversalClient }
+type redisStore struct {
+	rdb     redis.UniversalClient
+	freeing redis.UniversalClient // rdb with a timeout for prompt releases, if there can be such
+	bells   sync.Pool             // of *bell
+}
 
-func (redisStore) Name() string        { return "Redis" }
-func (redisStore) Transactional() bool { return false }
+func (s *redisStore) Same(other store.Store) bool {
+	o, ok := other.(*redisStore)
+	return ok && s.rdb == o.rdb
+}
+
+func (*redisStore) Name() string        { return "Redis" }
+func (*redisStore) Transactional() bool { return false }
+
+// Bulk is for a plain client, since that of a cluster may ask several nodes and wait for the slowest. It is prompt if the client's
+// own timeout suits a claim: one cut off earlier may come after it was given back. Releases get one of theirs, in the same pool.
+func (s *redisStore) Bulk(claim, release time.Duration) (b store.Bulk, prompt bool) {
+	c, ok := s.rdb.(*redis.Client)
+	if !ok {
+		return nil, false
+	}
+	timeout := c.Options().ReadTimeout
+	if timeout <= 0 || timeout > claim {
+		return s, false
+	}
+	return &redisStore{rdb: s.rdb, freeing: c.WithTimeout(release)}, true
+}
 
 // Claim asks for the key. go-redis resends a command whose reply was lost, so finding our own value means that it is ours; its
 // TTL has been running since the first send, hence the extension.
-func (s redisStore) Claim(ctx context.Context, r store.Request) (store.Claim, error) {
-	set := s.set
+func (s *redisStore) Claim(ctx context.Context, r store.Request) (store.Claim, error) {
+	set := setPlain
 	if r.Fencing {
-		set = s.setFenced
+		set = setFenced
 	}
-	lease := &redisLease{rdb: s.rdb, key: r.Key, value: r.Value, ttl: r.TTL}
+	lease := &redisLease{redisStore: s, key: r.Key, value: r.Value, ttl: r.TTL}
+	if r.Prompt {
+		bell := s.startBell(r.Until)
+		defer s.stopBell(bell)
+		ctx = &until{Context: ctx, deadline: r.Until, bell: bell}
+	} else {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithDeadline(ctx, r.Until)
+		defer cancel()
+	}
 	c := store.Claim{Lease: lease, Sent: time.Now()}
-	present, fence, err := set(ctx, r)
+	present, fence, err := set(ctx, s.rdb, r)
 	switch {
 	case errors.Is(err, redis.Nil):
 		c.Fence = fence
@@ -80,17 +114,17 @@ func (s redisStore) Claim(ctx context.Context, r store.Request) (store.Claim, er
 	return store.Claim{}, &store.Taken{Value: present}
 }
 
-// set sets the key to the value unless something is there, which it returns; redis.Nil says that it did.
-func (s redisStore) set(ctx context.Context, r store.Request) (present string, _ int64, err error) {
+// setPlain sets the key to the value unless something is there, which it returns; redis.Nil says that it did.
+func setPlain(ctx context.Context, rdb redis.UniversalClient, r store.Request) (present string, _ int64, err error) {
 	set := redis.NewStatusCmd(ctx, "set", r.Key, r.Value, "nx", "get", "px", r.TTL.Milliseconds())
-	_ = s.rdb.Process(ctx, set)
+	_ = rdb.Process(ctx, set)
 	present, err = set.Result()
 	return present, 0, err
 }
 
-// setFenced is set with a fencing number, by a script that extends what it finds to be ours itself.
-func (s redisStore) setFenced(ctx context.Context, r store.Request) (present string, fence int64, err error) {
-	reply, err := acquireScript.Run(ctx, s.rdb, []string{r.Key, r.Key + ":fence"}, r.Value, r.TTL.Milliseconds(), fenceLifetime.Milliseconds()).Slice()
+// setFenced is setPlain with a fencing number, by a script that extends what it finds to be ours itself.
+func setFenced(ctx context.Context, rdb redis.UniversalClient, r store.Request) (present string, fence int64, err error) {
+	reply, err := acquireScript.Run(ctx, rdb, []string{r.Key, r.Key + ":fence"}, r.Value, r.TTL.Milliseconds(), fenceLifetime.Milliseconds()).Slice()
 	if err != nil {
 		return "", 0, err
 	}
@@ -105,8 +139,35 @@ func (s redisStore) setFenced(ctx context.Context, r store.Request) (present str
 	return "", fence, redis.Nil
 }
 
+// ExtendAll pipelines the extensions. Where the server has forgotten the script, it learns it from the first of those that need it.
+func (s *redisStore) ExtendAll(leases []store.Lease, deadline time.Time) []error {
+	ctx, cancel := context.WithDeadline(context.Background(), deadline)
+	defer cancel()
+	errs := s.pipeline(ctx, leases)
+	forgotten := func(err error) bool { return redis.HasErrorPrefix(err, "NOSCRIPT") }
+	if i := slices.IndexFunc(errs, forgotten); i >= 0 {
+		errs[i] = leases[i].Extend(ctx)
+		copy(errs[i+1:], s.pipeline(ctx, leases[i+1:]))
+	}
+	return errs
+}
+
+func (s *redisStore) pipeline(ctx context.Context, leases []store.Lease) []error {
+	pipe := s.rdb.Pipeline()
+	replies, errs := make([]*redis.Cmd, len(leases)), make([]error, len(leases))
+	for i, lease := range leases {
+		r := lease.(*redisLease)
+		replies[i] = extendScript.EvalSha(ctx, pipe, []string{r.key}, r.value, r.ttl.Milliseconds())
+	}
+	_, _ = pipe.Exec(ctx) // each command has its own error
+	for i, reply := range replies {
+		errs[i] = extension(reply)
+	}
+	return errs
+}
+
 // Read gets what is at the key.
-func (s redisStore) Read(ctx context.Context, key string) (value string, ok bool, err error) {
+func (s *redisStore) Read(ctx context.Context, key string) (value string, ok bool, err error) {
 	value, err = s.rdb.Get(ctx, key).Result()
 	if errors.Is(err, redis.Nil) {
 		return "", false, nil
@@ -118,7 +179,7 @@ func (s redisStore) Read(ctx context.Context, key string) (value string, ok bool
 }
 
 // Free deletes the key.
-func (s redisStore) Free(ctx context.Context, key string) error {
+func (s *redisStore) Free(ctx context.Context, key string) error {
 	if err := s.rdb.Del(ctx, key).Err(); err != nil {
 		return redisError("force release of lock", key, err)
 	}
@@ -127,7 +188,7 @@ func (s redisStore) Free(ctx context.Context, key string) error {
 
 // redisLease is a key with our value.
 type redisLease struct {
-	rdb        redis.UniversalClient
+	*redisStore
 	key, value string
 	ttl        time.Duration
 }
@@ -137,7 +198,12 @@ func (r *redisLease) Bind(ctx context.Context, _ store.Owner) context.Context { 
 
 // Extend sets the TTL anew if the key is still ours.
 func (r *redisLease) Extend(ctx context.Context) error {
-	reply, err := extendScript.Run(ctx, r.rdb, []string{r.key}, r.value, r.ttl.Milliseconds()).Int()
+	return extension(extendScript.Run(ctx, r.rdb, []string{r.key}, r.value, r.ttl.Milliseconds()))
+}
+
+// extension reads the reply to the script.
+func extension(cmd *redis.Cmd) error {
+	reply, err := cmd.Int()
 	if err == nil && reply != replyOurs || isWrongType(err) {
 		return store.Gone("the key is gone or somebody else's")
 	}
@@ -146,12 +212,21 @@ func (r *redisLease) Extend(ctx context.Context) error {
 
 // Release deletes the key or replaces it by the done marker, and tries again while the key can still be ours.
 func (r *redisLease) Release(ctx context.Context, end store.End) (work, err error) {
-	script, args := releaseScript, []any{r.value}
+	rdb, script, args := r.rdb, releaseScript, []any{r.value}
+	if end.Prompt {
+		bell := r.startBell(end.Until)
+		defer r.stopBell(bell)
+		rdb, ctx = r.freeing, &until{ctx, end.Until, bell, true}
+	} else {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithDeadline(context.WithoutCancel(ctx), end.Until)
+		defer cancel()
+	}
 	if end.Succeeded && end.Marker != "" {
 		script, args = doneScript, append(args, end.Marker, end.DoneFor.Milliseconds())
 	}
 	for {
-		reply, err := script.Run(ctx, r.rdb, []string{r.key}, args...).Int()
+		reply, err := script.Run(ctx, rdb, []string{r.key}, args...).Int()
 		switch {
 		case err == nil && reply == replyAnother, isWrongType(err):
 			// Or freed by a try whose reply was lost, and taken since; a loss is the safer guess.
@@ -160,7 +235,7 @@ func (r *redisLease) Release(ctx context.Context, end store.End) (work, err erro
 			return nil, nil
 		}
 		err = redisError("release lock", r.key, err)
-		if !errors.Is(err, ErrUnavailable) || errors.Is(err, redis.ErrClosed) || !sleep(ctx, retryInterval(r.ttl)) {
+		if end.Prompt || !errors.Is(err, ErrUnavailable) || errors.Is(err, redis.ErrClosed) || !sleep(ctx, retryInterval(r.ttl)) {
 			return nil, err
 		}
 	}
@@ -169,6 +244,50 @@ func (r *redisLease) Release(ctx context.Context, end store.End) (work, err erro
 // GiveBack deletes the key if it is ours. If it fails, the key lapses within one TTL.
 func (r *redisLease) GiveBack(ctx context.Context) {
 	_ = releaseScript.Run(ctx, r.rdb, []string{r.key}, r.value).Err()
+}
+
+// until is the context of a prompt call. Its end is a bell that is used again, which is cheaper than a context's. Unless detached,
+// it has an error once its parent has ended, but nobody is told.
+type until struct {
+	context.Context
+	deadline time.Time
+	bell     *bell
+	detached bool
+}
+
+func (u *until) Deadline() (time.Time, bool) { return u.deadline, true }
+func (u *until) Done() <-chan struct{}       { return u.bell.rung }
+
+func (u *until) Err() error {
+	if err := u.Context.Err(); err != nil && !u.detached {
+		return err
+	}
+	if !time.Now().Before(u.deadline) {
+		return context.DeadlineExceeded
+	}
+	return nil
+}
+
+// bell is closed by its timer.
+type bell struct {
+	rung  chan struct{}
+	timer *time.Timer
+}
+
+func (s *redisStore) startBell(at time.Time) *bell {
+	if b, ok := s.bells.Get().(*bell); ok {
+		b.timer.Reset(time.Until(at))
+		return b
+	}
+	b := &bell{rung: make(chan struct{})}
+	b.timer = time.AfterFunc(time.Until(at), func() { close(b.rung) })
+	return b
+}
+
+func (s *redisStore) stopBell(b *bell) {
+	if b.timer.Stop() {
+		s.bells.Put(b)
+	}
 }
 
 // outages are the replies of a Redis that is there but can't serve the command now.
@@ -193,6 +312,9 @@ func redisError(verb, key string, err error) error {
 
 // isWrongType reports whether something other than a string is at the key. Scripts wrap the reply, so its place varies.
 func isWrongType(err error) bool {
+	if err == nil {
+		return false
+	}
 	var reply redis.Error
 	return errors.As(err, &reply) && strings.Contains(err.Error(), "WRONGTYPE")
 }

@@ -34,12 +34,18 @@ func checkDead(t *testing.T, k *Lock) {
 	t.Helper()
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	for name, timer := range map[string]*time.Timer{"extend": k.watchdog.extend, "deadline": k.watchdog.deadline, "grace": k.watchdog.grace} {
-		if timer != nil && timer.Stop() {
-			t.Errorf("%s: the %s timer still runs", k.key, name)
-		}
+	k.locker.alarms.mu.Lock()
+	defer k.locker.alarms.mu.Unlock()
+	if k.watchdog.alarm.place > 0 {
+		t.Errorf("%s: its alarm is still set", k.key)
 	}
-	if k.watchdog.unwatch() {
+	if timer := k.locker.alarms.timer; len(k.locker.alarms.locks) == 0 && timer != nil && timer.Stop() {
+		t.Errorf("%s: the timer still runs, for no lock", k.key)
+	}
+	if g := k.watchdog.grace; g != nil && g.Stop() {
+		t.Errorf("%s: the grace timer still runs", k.key)
+	}
+	if k.watchdog.unwatch != nil && k.watchdog.unwatch() {
 		t.Errorf("%s: the work's context is still watched", k.key)
 	}
 }
@@ -65,8 +71,9 @@ func checkIdle(t *testing.T, l *Locker) {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.busy != 0 || len(l.locks) != 0 || len(l.waits) != 0 {
-		t.Errorf("left in the Locker: busy=%d, %d locks, %d waiting rooms", l.busy, len(l.locks), len(l.waits))
+	if l.busy != 0 || len(l.locks) != 0 || len(l.latest) != 0 || len(l.waits) != 0 || l.alarms.len() != 0 {
+		t.Errorf("left in the Locker: busy=%d, %d locks, %d of them known by key, %d waiting rooms, %d alarms",
+			l.busy, len(l.locks), len(l.latest), len(l.waits), l.alarms.len())
 	}
 }
 
@@ -397,7 +404,7 @@ func TestCallsThatNeverReturnDelayNeitherTheirDeadlineNorAnotherLock(t *testing.
 			t.Error(err)
 		}
 		h.LockLink.Heal() // now the calls return
-		<-stuck.released
+		<-stuck.done()
 		checkIdle(t, l)
 		b.balance(t, 0)
 	})
@@ -494,6 +501,274 @@ func TestThousandsOfHeldLocksCostNoGoroutine(t *testing.T) {
 			checkDead(t, k)
 		}
 		lean("after Shutdown")
+	})
+}
+
+// trips is a go-redis hook that counts the extensions by how they are sent.
+type trips struct {
+	mu                     sync.Mutex
+	alone, trips, together int
+}
+
+func (*trips) DialHook(next redis.DialHook) redis.DialHook { return next }
+
+func (c *trips) ProcessHook(next redis.ProcessHook) redis.ProcessHook {
+	return func(ctx context.Context, cmd redis.Cmder) error {
+		if slices.Contains(cmd.Args(), any(extendScript.Hash())) {
+			c.mu.Lock()
+			c.alone++
+			c.mu.Unlock()
+		}
+		return next(ctx, cmd)
+	}
+}
+
+func (c *trips) ProcessPipelineHook(next redis.ProcessPipelineHook) redis.ProcessPipelineHook {
+	return func(ctx context.Context, cmds []redis.Cmder) error {
+		if slices.Contains(cmds[0].Args(), any(extendScript.Hash())) {
+			c.mu.Lock()
+			c.trips++
+			c.together += len(cmds)
+			c.mu.Unlock()
+		}
+		return next(ctx, cmds)
+	}
+}
+
+// take returns how many extensions have been sent since the last call: each alone, and in how many round trips how many together.
+func (c *trips) take() (alone, trips, together int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	alone, trips, together = c.alone, c.trips, c.together
+	c.alone, c.trips, c.together = 0, 0, 0
+	return alone, trips, together
+}
+
+// heldLocks takes n locks within n milliseconds, on a client with a hook that counts their extensions.
+func heldLocks(t *testing.T, h *virtual.Host, b *books, n int, opts ...Option) (l *Locker, locks []*Lock, c *trips) {
+	t.Helper()
+	teachScripts(h.World)
+	c = new(trips)
+	h.RDB.AddHook(c)
+	l = locker(h, b, opts...)
+	for i := range n {
+		locks = append(locks, heldLock(t, l, fmt.Sprint(i)))
+		time.Sleep(time.Millisecond)
+	}
+	return l, locks, c
+}
+
+// allHeld fails the test unless the locks are held, and Redis's TTL of each is at least left.
+func allHeld(t *testing.T, w *virtual.World, locks []*Lock, left time.Duration) {
+	t.Helper()
+	for _, k := range locks {
+		if cause := context.Cause(k.Context()); cause != nil {
+			t.Fatalf("%s was lost: %v", k.key, cause)
+		}
+		if value, _ := w.Redis.Get(k.key); value != valueOf(k) || w.Redis.TTL(k.key) < left {
+			t.Fatalf("the TTL of %s is %s, want %s at least; it holds %q", k.key, w.Redis.TTL(k.key), left, value)
+		}
+	}
+}
+
+func releaseAll(t *testing.T, l *Locker, locks []*Lock) {
+	t.Helper()
+	for _, k := range locks {
+		if err := k.Release(t.Context()); err != nil {
+			t.Error(err)
+		}
+		checkDead(t, k)
+	}
+	checkIdle(t, l)
+}
+
+func TestManyLocksAreExtendedInFewRoundTrips(t *testing.T) {
+	for _, test := range []struct {
+		n     int
+		ttl   time.Duration
+		tune  func(*redis.Options)
+		trips int // at most, in a third of the TTL
+	}{
+		{together, 30 * time.Second, once, 1},
+		{2*together + 50, 30 * time.Second, once, 3},
+		{2*together + 50, 30 * time.Second, patient, 3},
+		{2*together + 50, 3 * time.Second, once, 5}, // taken within 250 ms, and extended up to 50 ms early
+	} {
+		t.Run(fmt.Sprintf("%d for %s", test.n, test.ttl), func(t *testing.T) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
+				var b books
+				l, locks, c := heldLocks(t, w.Host("h", test.tune), &b, test.n, WithTTL(test.ttl))
+				for i := range 6 {
+					time.Sleep(test.ttl / 3)
+					if alone, trips, got := c.take(); alone > 0 || got != test.n || trips > test.trips {
+						t.Errorf("third %d: %d extended alone and %d in %d round trips, want all in %d", i+1, alone, got, trips, test.trips)
+					}
+					allHeld(t, w, locks, test.ttl*9/10)
+				}
+				releaseAll(t, l, locks)
+				b.want(t, fmt.Sprintf("acquired=%d released=%d", test.n, test.n))
+			})
+		})
+	}
+}
+
+func TestAFewLocksAreExtendedEachAlone(t *testing.T) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		const (
+			n   = together - 1
+			ttl = 30 * time.Second
+		)
+		var b books
+		l, locks, c := heldLocks(t, w.Host("h"), &b, n, WithTTL(ttl))
+		for i := range 3 {
+			time.Sleep(ttl / 3)
+			if alone, _, got := c.take(); alone != n || got > 0 {
+				t.Errorf("third %d: %d extended alone and %d together, want each alone", i+1, alone, got)
+			}
+		}
+		allHeld(t, w, locks, ttl*9/10)
+		releaseAll(t, l, locks)
+		b.want(t, fmt.Sprintf("acquired=%d released=%d", n, n))
+	})
+}
+
+func TestOneOfManyLocksThatIsTakenAwayIsTheOnlyOneLost(t *testing.T) {
+	const (
+		n   = together + 50
+		ttl = 30 * time.Second
+	)
+	for name, tamper := range map[string]func(w *virtual.World, key string){
+		"deleted":    func(w *virtual.World, key string) { w.Redis.Del(key) },
+		"stolen":     func(w *virtual.World, key string) { _ = w.Redis.Set(key, encodeValue(Holder{}, "another token")) },
+		"wrong type": func(w *virtual.World, key string) { w.Redis.Del(key); w.Redis.HSet(key, "f", "v") },
+	} {
+		for _, i := range []int{0, 37, together, n - 1} {
+			t.Run(fmt.Sprintf("%s/%d", name, i), func(t *testing.T) {
+				virtual.Run(t, func(t *testing.T, w *virtual.World) {
+					var b books
+					l, locks, c := heldLocks(t, w.Host("h"), &b, n, WithTTL(ttl))
+					time.Sleep(ttl / 3)
+					victim := locks[i]
+					tamper(w, victim.key)
+					time.Sleep(ttl / 3)
+					if cause := context.Cause(victim.Context()); !errors.Is(cause, ErrLost) {
+						t.Errorf("after its next extension its context has ended by %v, want ErrLost", cause)
+					}
+					others := slices.Delete(slices.Clone(locks), i, i+1)
+					allHeld(t, w, others, ttl-time.Second)
+					if alone, trips, got := c.take(); alone > 0 || trips != 4 || got != 2*n {
+						t.Errorf("%d extended alone and %d together in %d round trips, want all twice, in 4", alone, got, trips)
+					}
+					time.Sleep(2 * ttl)
+					allHeld(t, w, others, ttl-ttl/3-time.Second)
+					if err := victim.Release(t.Context()); !errors.Is(err, ErrLost) {
+						t.Errorf("Release says %v, want ErrLost", err)
+					}
+					releaseAll(t, l, others)
+					b.want(t, fmt.Sprintf("acquired=%d lost=1 released=%d", n, n-1))
+				})
+			})
+		}
+	}
+}
+
+func TestManyLocksOutliveAnAbsenceOfAThirdOfTheirTTL(t *testing.T) {
+	const (
+		n   = together + 50
+		ttl = 30 * time.Second
+	)
+	for name, fail := range map[string]func(*virtual.Link){
+		"hangs": (*virtual.Link).Hang,
+		"cut":   (*virtual.Link).Cut,
+		"LOADING": func(l *virtual.Link) {
+			l.Every(extendScript.Hash()).Refuse("LOADING Redis is loading the dataset in memory")
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
+				var b books
+				h := w.Host("h", once)
+				l, locks, c := heldLocks(t, h, &b, n, WithTTL(ttl))
+				time.Sleep(ttl/3 - time.Second)
+				fail(h.LockLink)
+				time.Sleep(ttl/3 + 500*time.Millisecond)
+				if alone, trips, got := c.take(); alone < n || trips != 2 || got != n {
+					t.Errorf("%d extended alone and %d in %d round trips, want each together once, and then alone", alone, got, trips)
+				}
+				h.LockLink.Heal()
+				time.Sleep(2 * time.Second)
+				allHeld(t, w, locks, ttl-3*time.Second)
+				if alone, _, got := c.take(); alone < n || got > 0 {
+					t.Errorf("after healing %d extended alone and %d together, want each alone", alone, got)
+				}
+				for i := range 3 {
+					time.Sleep(ttl / 3)
+					// In more round trips where they had failed at different times.
+					if alone, trips, got := c.take(); alone > 0 || got != n || trips > 4 {
+						t.Errorf("third %d after healing: %d extended alone and %d in %d round trips, want all together", i+1, alone, got, trips)
+					}
+					allHeld(t, w, locks, ttl-3*time.Second)
+				}
+				releaseAll(t, l, locks)
+				b.want(t, fmt.Sprintf("acquired=%d released=%d", n, n))
+			})
+		})
+	}
+}
+
+func TestAConfirmationOfManyLocksCountsFromWhenItsRequestWasSent(t *testing.T) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		const (
+			n    = together
+			ttl  = 30 * time.Second
+			late = 5 * time.Second
+		)
+		var b books
+		h := w.Host("h", patient)
+		l, locks, _ := heldLocks(t, h, &b, n, WithTTL(ttl))
+		h.LockLink.Next(extendScript.Hash()).DelayReply(late)
+		time.Sleep(ttl/3 + late)
+		for _, k := range locks {
+			left, err := k.validity()
+			if most := ttl - ttl/10 - late; err != nil || left > most || left < most-time.Second {
+				t.Fatalf("%s is valid for %s more (%v), want %s", k.key, left, err, most)
+			}
+		}
+		releaseAll(t, l, locks)
+		b.want(t, fmt.Sprintf("acquired=%d released=%d", n, n))
+	})
+}
+
+func TestAFlushOfTheScriptsCostsManyLocksAFewRoundTrips(t *testing.T) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		const (
+			n   = together + 50
+			ttl = 30 * time.Second
+		)
+		var b books
+		l, locks, c := heldLocks(t, w.Host("h"), &b, n, WithTTL(ttl))
+		for i, flush := range []bool{true, true, false} {
+			victim := locks[40*i]
+			w.Alone(func() {
+				if flush {
+					_ = w.RDB.ScriptFlush(t.Context()).Err()
+				}
+				w.Redis.Del(victim.key)
+			})
+			locks = slices.DeleteFunc(locks, func(k *Lock) bool { return k == victim })
+			time.Sleep(ttl / 3)
+			alone, trips, got := c.take()
+			if flush && (alone < 1 || alone > 2 || trips > 4) || !flush && (alone > 0 || trips > 2) || got < len(locks)+1 {
+				t.Errorf("third %d, flushed %t: %d extended alone and %d in %d round trips", i+1, flush, alone, got, trips)
+			}
+			allHeld(t, w, locks, ttl-time.Second)
+			if cause := context.Cause(victim.Context()); !errors.Is(cause, ErrLost) {
+				t.Errorf("the lock that was taken away ended by %v, want ErrLost", cause)
+			}
+			_ = victim.Release(t.Context())
+		}
+		releaseAll(t, l, locks)
+		b.want(t, fmt.Sprintf("acquired=%d lost=3 released=%d", n, n-3))
 	})
 }
 
@@ -652,4 +927,32 @@ func weather(h *virtual.Host, random *rand.Rand, on func() bool, ttl time.Durati
 			l.Heal()
 		}
 	}
+}
+
+func TestLocksInDoubtAreTriedNoOftenerBecauseThereAreMany(t *testing.T) {
+	virtual.Run(t, func(t *testing.T, w *virtual.World) {
+		const (
+			n   = 3 * together
+			ttl = 12 * time.Second
+		)
+		var b books
+		h := w.Host("h", once)
+		l, locks, c := heldLocks(t, h, &b, n, WithTTL(ttl))
+		h.LockLink.Hang()
+		for _, k := range locks {
+			awaitEnd(k)
+		}
+		// At TTL/3 together, then alone: at most every retryInterval of the rest of its validity.
+		if alone, _, got := c.take(); got != n || alone > n*int((ttl*9/10-ttl/3)/retryInterval(ttl)) {
+			t.Errorf("%d extended together and %d alone", got, alone)
+		}
+		h.LockLink.Heal()
+		time.Sleep(ttl)
+		for _, k := range locks {
+			checkDead(t, k)
+			_ = k.Release(t.Context())
+		}
+		checkIdle(t, l)
+		b.want(t, fmt.Sprintf("acquired=%d lost=%d", n, n))
+	})
 }

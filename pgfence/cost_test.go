@@ -54,7 +54,8 @@ func kinds(tb testing.TB, r *rig) []kind {
 		return must(tb, l, err)
 	}
 	plain, plainDone := inRedis(quiet), inRedis(done)
-	fenced := inRedis(quiet, redislock.WithFencing(), redislock.WithKeyPrefix("fenced:"))
+	fencing := redislock.Options(quiet, redislock.WithFencing(), redislock.WithKeyPrefix("fenced:"))
+	fenced := inRedis(fencing)
 	row, rowDone := inPostgres(quiet), inPostgres(done)
 	return []kind{
 		{"no lock", 0, 3, func(testing.TB) job { return r.update }},
@@ -63,10 +64,10 @@ func kinds(tb testing.TB, r *rig) []kind {
 		{"fencing", 2, 5, under(fenced, byAccount, r.fencedUpdate)},
 		{"row lock", 0, 4, under(row, byAccount, r.rowLockedUpdate)},
 		{"row lock, WithDoneFor", 0, 4, under(rowDone, byOccasion, r.rowLockedUpdate)},
-		{"copy: plain lock", 1, 0, copyOfHeld(plain)},
+		{"copy: plain lock", 1, 0, copyOfHeld(plain, inRedis(quiet))},
 		{"copy: WithDoneFor", 1, 0, copyOfDone(plainDone)},
-		{"copy: fencing", 1, 0, copyOfHeld(fenced)},
-		{"copy: row lock", 0, 1, copyOfHeld(row)},
+		{"copy: fencing", 1, 0, copyOfHeld(fenced, inRedis(fencing))},
+		{"copy: row lock", 0, 1, copyOfHeld(row, inPostgres(quiet))},
 		{"copy: row lock, WithDoneFor", 0, 1, copyOfDone(rowDone)},
 	}
 }
@@ -116,10 +117,11 @@ func (r *rig) rowLockedUpdate(ctx context.Context, i int64) error {
 	return err
 }
 
-// copyOfHeld is a task that finds its lock taken, for as long as the test runs: an open transaction slows others down.
-func copyOfHeld(l *redislock.Locker) func(testing.TB) job {
+// copyOfHeld is a task that finds its lock taken, for as long as the test runs: an open transaction slows others down. The
+// holder is another Locker, as in another process, since one knows its own locks.
+func copyOfHeld(l, holder *redislock.Locker) func(testing.TB) job {
 	return func(tb testing.TB) job {
-		lock, err := l.TryAcquire(tb.Context(), "held")
+		lock, err := holder.TryAcquire(tb.Context(), "held")
 		must(tb, lock, err)
 		tb.Cleanup(func() {
 			if err := lock.Release(context.Background()); err != nil {

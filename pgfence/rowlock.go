@@ -59,6 +59,11 @@ type rowStore struct{ pool *pgxpool.Pool }
 func (rowStore) Name() string        { return "PostgreSQL" }
 func (rowStore) Transactional() bool { return true }
 
+// Bulk can't be: each lease has a connection of its own.
+func (rowStore) Bulk(_, _ time.Duration) (store.Bulk, bool) { return nil, false }
+
+func (s rowStore) Same(other store.Store) bool { return s == other }
+
 const (
 	// publish makes the row if there is none, and says who is about to lock it, for those who will find it locked.
 	publish = `WITH lock AS (
@@ -102,6 +107,8 @@ WHERE l.key = $1`
 // Claim locks the row of a key in a transaction that stays open. It looks before it writes: what copies that come again and again
 // write could not be vacuumed while transactions are open.
 func (s rowStore) Claim(ctx context.Context, r store.Request) (store.Claim, error) {
+	ctx, cancel := context.WithDeadline(ctx, r.Until)
+	defer cancel()
 	conn, err := s.pool.Acquire(ctx)
 	if err != nil {
 		return store.Claim{}, failure("acquire lock", r.Key, fmt.Errorf("get a connection of the pool: %w", err))

@@ -71,6 +71,8 @@ func CheckModel(history []Record, terms Terms) Linearizability {
 // life is a lock's time at its key, then its marker's, as far as the history can tell.
 type life struct {
 	by        string // whose
+	process   string // where
+	believed  int64  // until when its Locker takes it for its own
 	task      string // as others see it
 	asked     int64  // there from here at the earliest
 	acquired  int64  // or from here at the latest
@@ -199,6 +201,13 @@ func (k *keyModel) check(key string, result *Linearizability) {
 		piece = append(piece, porcupine.Operation{ClientId: len(piece), Input: o, Call: o.call, Return: o.ret})
 	}
 	result.check(key, init, piece)
+}
+
+// heldBy reports whether what a process met may be a lock that it held itself.
+func (k *keyModel) heldBy(process string, met *operation) bool {
+	return slices.ContainsFunc(k.lives, func(l *life) bool {
+		return l.process == process && l.task == met.named && l.asked <= met.ret && l.believed >= met.call
+	})
 }
 
 // prune leaves out what another locker's word implies: that it met the same at some time within the same interval.
@@ -470,7 +479,10 @@ func (m *modeler) addLocks(d *delivery) {
 		if i < len(d.ended) {
 			end = d.ended[i]
 		}
-		l := &life{by: d.name(), task: d.task, asked: m.asked(d, a.T), acquired: a.T}
+		l := &life{by: d.name(), process: d.process, task: d.task, asked: m.asked(d, a.T), acquired: a.T, believed: never}
+		if end.T != 0 {
+			l.believed = end.T
+		}
 		k := m.key(a.Key)
 		k.lives = append(k.lives, l)
 		k.operations = append(k.operations, &operation{kind: doAcquire, by: l.by, life: l, call: l.asked, ret: a.T})
@@ -554,10 +566,12 @@ func (m *modeler) addVerdicts(d *delivery) {
 			continue
 		}
 		met := &operation{kind: doMeet, by: d.name(), named: o.Holder, call: m.asked(d, o.T), ret: o.T}
+		k := m.key(o.Key)
 		if o.Kind == string(redislock.EventDone) {
 			met.kind = doMeetEnd
+		} else if k.heldBy(d.process, met) {
+			continue // its Locker did not ask
 		}
-		k := m.key(o.Key)
 		k.operations = append(k.operations, met)
 		met.unspoken = append(m.ghostsOf(met, o.Key), m.revenants(met, o.Key)...)
 	}

@@ -51,6 +51,13 @@ func TestCheckModel(t *testing.T) {
 		"met under the next holder": {history: slices.Concat(short(), taken(210, 300), met(250, "archived", "a")), bad: true},
 		"met, but nobody knows it":  {history: slices.Concat(short(), met(150, "skipped", "x")), bad: true},
 
+		"met by its own host under the next holder": {history: slices.Concat(set(first(), "released", lost(900, replied)),
+			fault(FaultDelete, "", "k", 500, 501), taken(600, 700), unrun("w0-1", 9, "m", 650, "requeued", "a"))},
+		"met by another host under the next holder": {history: slices.Concat(set(first(), "released", lost(900, replied)),
+			fault(FaultDelete, "", "k", 500, 501), taken(600, 700), met(650, "requeued", "a")), bad: true},
+		"met by its own host when it was lost": {history: slices.Concat(set(first(), "released", lost(550, replied)),
+			fault(FaultDelete, "", "k", 500, 501), taken(600, 900), unrun("w0-1", 9, "m", 850, "requeued", "a")), bad: true},
+
 		"taken after it was lost":         {history: slices.Concat(set(first(), "released", lost(1500, silently)), taken(1600, 1700))},
 		"taken before it was lost":        {history: slices.Concat(set(first(), "released", lost(1500, silently)), taken(1400, 1450)), bad: true},
 		"lost before the TTL was over":    {history: slices.Concat(set(first(), "released", lost(500, silently)), taken(600, 700)), bad: true},

@@ -41,8 +41,8 @@ var mutants = []mutant{
 		{"redis.go", "case present == r.Value:", "case false:"},
 	}},
 	{name: "acquire that outlives the task's context", found: []string{history.BadStart}, edits: []edit{
-		{"lock.go", "bound, cancel := context.WithTimeout(ctx, l.ttl/4)", "bound, cancel := context.WithTimeout(context.WithoutCancel(ctx), l.ttl/4)"},
-		{"lock.go", "case r.err == nil && (ctx.Err() != nil || time.Since(began) > l.ttl/4):", "case r.err == nil && time.Since(began) > l.ttl/4:"},
+		{"lock.go", "\tcase <-ctx.Done():\n\tcase <-timer.C:", "\tcase <-timer.C:"},
+		{"lock.go", "late := ctx.Err() != nil || !time.Now().Before(request.Until)", "late := !time.Now().Before(request.Until)"},
 	}},
 	{name: "own task judged by the policy", found: []string{history.BadSkip, history.BadArchive}, edits: []edit{
 		{"policy.go", "if held.Holder == (Holder{}) || held.Holder.sameTask(self) {", "if held.Holder == (Holder{}) {"},
@@ -58,7 +58,7 @@ var mutants = []mutant{
 		{"policy.go", "last, left := lastAttempt(s.ctx), s.left(v.wait)", "last, left := lastAttempt(s.ctx), s.left(v.wait)\n\tif last {\n\t\treturn false\n\t}"},
 	}},
 	{name: "marker after a failure", found: []string{history.BadMarker}, edits: []edit{
-		{"lock.go", "released := k.release(succeeded)", "released := k.release(returned)"},
+		{"lock.go", "released := k.releaseBy(until, succeeded)", "released := k.releaseBy(until, returned)"},
 	}},
 	{name: "marker after a panic", found: []string{history.BadMarker}, edits: []edit{
 		{"lock.go", "succeeded := returned && err == nil", "succeeded := (returned || err == nil) && err == nil"},
@@ -75,8 +75,32 @@ var mutants = []mutant{
 	{name: "no local deadline", found: []string{history.BadOrder, history.BadNotice, history.BadOverlap}, class: "half-open", edits: []edit{
 		{"lock.go", "return sent.Add(l.ttl - l.ttl/10)", "return sent.Add(100 * l.ttl)"},
 	}},
-	{name: "deadline never moved", found: []string{history.BadNotice, history.BadOverlap}, edits: []edit{
-		{"watchdog.go", "k.watchdog.deadline.Reset(time.Until(until))\n", ""},
+	{name: "no alarm at the end of validity", found: []string{history.BadNotice, history.BadOverlap}, edits: []edit{
+		{"watchdog.go", "if k.validUntil.Before(next) {", "if false {"},
+	}},
+	{name: "end of validity slept through", found: []string{history.BadNotice, history.BadOverlap}, edits: []edit{
+		{"watchdog.go", "return wakeToEnd", "return wakeNoMore"},
+	}},
+	{name: "no alarm while an extension is under way", found: []string{history.BadNotice, history.BadOverlap}, edits: []edit{
+		{"watchdog.go", "k.watchdog.doubt = true\n\tk.setNext(now.Add(k.locker.ttl / 3))", "k.watchdog.doubt = true"},
+	}},
+	{name: "no alarm after a failed extension", found: []string{history.BadNotice, history.BadLoss}, edits: []edit{
+		{"watchdog.go", "k.setNext(time.Now().Add(retryInterval(k.locker.ttl)))", "k.locker.alarms.remove(k)"},
+	}},
+	{name: "the alarm goes off once", found: []string{history.BadNotice, history.BadLoss}, edits: []edit{
+		{"alarm.go", "a.armed = time.Time{}\n\tfor len(a.locks) > 0", "for len(a.locks) > 0"},
+	}},
+	{name: "the end of a lock takes another's alarm away", found: []string{history.BadNotice, history.BadLoss}, edits: []edit{
+		{"alarm.go", "heap.Remove(&a.locks, place-1)", "heap.Remove(&a.locks, 0)"},
+	}},
+	{name: "the last alarm comes first", found: []string{history.BadNotice, history.BadLoss}, edits: []edit{
+		{"alarm.go", "return h[i].watchdog.alarm.at.Before(h[j].watchdog.alarm.at)", "return h[j].watchdog.alarm.at.Before(h[i].watchdog.alarm.at)"},
+	}},
+	{name: "a failed extension is believed", found: []string{history.BadNotice, history.BadOverlap}, edits: []edit{
+		{"lock.go", "if err == nil {\n\t\treturn k.renew(sent)", "if _, gone := isGone(err); !gone {\n\t\treturn k.renew(sent)"},
+	}},
+	{name: "a refused extension is believed", found: []string{history.BadNotice, history.BadOverlap}, edits: []edit{
+		{"redis.go", "err == nil && reply != replyOurs || isWrongType(err)", "err == nil && reply < replyAnother || isWrongType(err)"},
 	}},
 	{name: "no extension", found: []string{history.BadLoss}, edits: []edit{
 		{"watchdog.go", "if k.extend(ctx) != nil {", "if ctx.Err() != nil {"},
@@ -94,16 +118,20 @@ var mutants = []mutant{
 		{"watchdog.go", "k.locker.after(k.locker.grace, func() {", "k.locker.after(1000*k.locker.ttl, func() {"},
 	}},
 	{name: "key freed before the handler runs", found: []string{history.BadOverlap, history.BadLoss}, edits: []edit{
-		{"lock.go", "err = fn(k.ctx)", "k.settle(false, true)\n\terr = fn(k.ctx)"},
+		{"lock.go", "err = fn(k.ctx)", "_, _ = k.claim.Release(k.ctx, store.End{Held: true, Until: time.Now().Add(k.locker.ttl)})\n\terr = fn(k.ctx)"},
 	}},
 	{name: "no release after a panic", found: []string{history.BadGrace}, edits: []edit{
 		{"lock.go", "lost := k.isLost()", "if !returned {\n\t\t\treturn\n\t\t}\n\t\tlost := k.isLost()"},
 	}},
 	{name: "releases with the handler's context", found: []string{history.BadLoss}, edits: []edit{
-		{"lock.go", "ctx, cancel := context.WithTimeout(context.WithoutCancel(k.ctx), l.ttl)", "ctx, cancel := context.WithTimeout(k.ctx, l.ttl)"},
+		{"redis.go", "ctx = &until{Context: ctx, deadline: end.Until, detached: true}", "ctx = &until{Context: ctx, deadline: end.Until}"},
 	}},
 	{name: "a failed release hides success", found: []string{history.BadBooks}, edits: []edit{
-		{"lock.go", "case <-released:\n", "case <-released:\n\t\t\tif err == nil {\n\t\t\t\terr = k.releaseErr\n\t\t\t}\n"},
+		{"lock.go", "k.locker.await(released, until)\n",
+			"k.locker.await(released, until)\n\t\t\tselect {\n\t\t\tcase <-released:\n\t\t\t\tif err == nil {\n\t\t\t\t\terr = k.err\n\t\t\t\t}\n\t\t\tdefault:\n\t\t\t}\n"},
+	}},
+	{name: "a prompt release that failed is believed", found: []string{history.BadModel}, edits: []edit{
+		{"lock.go", "work, err := k.claim.Release(k.ctx, end)\n\tk.locker.checkPrompt(until)", "work, _ := k.claim.Release(k.ctx, end)\n\tvar err error"},
 	}},
 	{name: "a loss hides success", found: []string{history.BadBooks}, edits: []edit{
 		{"lock.go", "if err != nil && lost != nil && !errors.Is(err, ErrLost) {", "if lost != nil && !errors.Is(err, ErrLost) {"},
@@ -122,13 +150,17 @@ var mutants = []mutant{
 		{"asynq.go", "return contentionIn(err) == nil && isFailure(err)", "return isFailure(err)"},
 	}},
 	{name: "Shutdown frees the keys of running handlers", found: []string{history.BadOverlap}, edits: []edit{
-		{"lock.go", "func (k *Lock) giveUp(cause error) {\n", "func (k *Lock) giveUp(cause error) {\n\tdefer k.settle(false, true)\n"},
+		{"lock.go", "func (k *Lock) giveUp(cause error) {\n", "func (k *Lock) giveUp(cause error) {\n\tdefer k.claim.Release(k.ctx, store.End{Held: true, Until: time.Now().Add(k.locker.ttl)})\n"},
 	}},
 	{name: "no outcome after a panic", found: []string{history.BadBooks}, edits: []edit{
 		{"middleware.go", "defer func() {\n\t\tl.emit(ctx, e)", "defer func() {\n\t\tif e.Err != errUnfinished {\n\t\t\tl.emit(ctx, e)\n\t\t}"},
 	}},
 	{name: "middleware twice is a stranger", found: []string{history.BadSkip}, edits: []edit{
-		{"chain.go", "if k.key != key || k.locker.store != l.store || k.isReleased() {", "if true {"},
+		{"chain.go", "if k.key != key || !k.locker.store.Same(l.store) || k.isReleased() {", "if true {"},
+	}},
+	{name: "a Locker believes in locks that it has released", found: []string{history.BadMarker, history.BadStuck}, edits: []edit{
+		{"locker.go", "if l.latest[k.key] == k {\n\t\tdelete(l.latest, k.key)\n\t}\n\tl.ring", "l.ring"},
+		{"locker.go", "if k == nil || !k.isValid() {", "if k == nil {"},
 	}},
 	{name: "the same fencing number again", found: []string{history.BadFence}, edits: []edit{
 		{"script/acquire.lua", "  fence = now\n", "  fence = '1'\n"},

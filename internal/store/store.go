@@ -7,12 +7,17 @@ import (
 	"time"
 )
 
-// Store keeps locks. It is safe for concurrent use, and comparable: equal Stores are one place.
+// Store keeps locks. It is safe for concurrent use.
 type Store interface {
+	// Same reports whether the other store is the same place.
+	Same(other Store) bool
 	// Name is what people call it.
 	Name() string
 	// Transactional says that what the work writes takes effect with the release of its lock, or not at all.
 	Transactional() bool
+	// Bulk returns the store with calls for many leases, nil where that can't be. prompt says that calls which ask for it end by
+	// themselves about as soon as a claim may take, or a release, so that they need no goroutine of their own.
+	Bulk(claim, release time.Duration) (b Bulk, prompt bool)
 	// Claim tries once to claim a lock. It fails with *Taken where somebody else has it. A Claim with a Lease that comes with
 	// another error may have succeeded, and is to be given back.
 	Claim(ctx context.Context, r Request) (Claim, error)
@@ -22,12 +27,21 @@ type Store interface {
 	Free(ctx context.Context, key string) error
 }
 
+// Bulk is a Store with calls for many leases.
+type Bulk interface {
+	Store
+	// ExtendAll extends leases of this store in one round trip. Its errors are those of Extend.
+	ExtendAll(leases []Lease, until time.Time) []error
+}
+
 // Request asks for a lock.
 type Request struct {
 	Key     string
 	Value   string // to be read by others while the lock is held; unique
 	TTL     time.Duration
 	Fencing bool
+	Until   time.Time // when to give up
+	Prompt  bool      // the caller relies on the call to return about then, and its context may end unnoticed
 }
 
 // Claim is a lock that was claimed.
@@ -62,6 +76,8 @@ type Owner interface {
 type End struct {
 	Succeeded bool
 	Held      bool          // the lock was held to the end
+	Until     time.Time     // when to give up, whatever the context says
+	Prompt    bool          // the caller relies on the call to return by then
 	Marker    string        // the value of the done marker, or empty for none
 	DoneFor   time.Duration // how long the marker counts
 }
