@@ -291,7 +291,7 @@ func (c *claimer) start(t *testing.T, key string, stopAt int, inside *atomic.Int
 var errOverlap = errors.New("two inside at once")
 
 func (c *claimer) live(ctx context.Context, key string, inside *atomic.Int32) (*store.Taken, error) {
-	claim, err := c.store.Claim(ctx, store.Request{Key: key, Value: c.name, TTL: time.Minute})
+	claim, err := c.store.Claim(ctx, request(key, c.name, time.Minute))
 	var taken *store.Taken
 	if errors.As(err, &taken) {
 		return taken, nil
@@ -711,20 +711,31 @@ func TestAPolicyDecides(t *testing.T) {
 
 func isHeld(err error) bool { return errors.Is(err, redislock.ErrHeld) }
 
+// request is a claim with a minute to be made.
+func request(key, value string, ttl time.Duration) store.Request {
+	return store.Request{Key: key, Value: value, TTL: ttl, Until: time.Now().Add(time.Minute)}
+}
+
 func TestAWaiterGetsTheLockWhenItIsReleased(t *testing.T) {
 	for _, where := range []string{"here", "elsewhere"} {
 		t.Run(where, func(t *testing.T) {
-			l := newLedger(t, redislock.WithPolicy(redislock.Wait(time.Minute)))
-			waits, pool := l.locker, l.pool
+			var named atomic.Int64 // tasks: here, the other one asks nobody else
+			opts := redislock.Options(redislock.WithPolicy(redislock.Wait(time.Minute)),
+				redislock.WithKey(func(ctx context.Context, task *asynq.Task) (string, error) {
+					named.Add(1)
+					return redislock.ByTypeAndPayload(ctx, task)
+				}))
+			l := newLedger(t, opts)
+			waits, pool, looks := l.locker, l.pool, int64(0)
 			if where == "elsewhere" {
-				pool = connect(t, l.url)
-				waits = locker(t, pool, &l.books, redislock.WithPolicy(redislock.Wait(time.Minute)))
+				pool, looks = connect(t, l.url), 2
+				waits = locker(t, pool, &l.books, opts)
 			}
 			waited := make(chan error, 1)
 			err := task(t.Context(), l.locker, func(ctx context.Context) error {
 				before := pool.Stat().AcquireCount()
 				go func() { waited <- task(t.Context(), waits, func(ctx context.Context) error { return write(ctx, 2) }) }()
-				eventually(t, "the other has tried", func(context.Context) bool { return pool.Stat().AcquireCount() >= before+2 })
+				eventually(t, "the other has tried", func(context.Context) bool { return named.Load() == 2 && pool.Stat().AcquireCount() >= before+looks })
 				return write(ctx, 1)
 			})
 			if err := errors.Join(err, <-waited); err != nil {
@@ -839,7 +850,7 @@ func TestNobodyIsTakenForTheHolderWhileAMarkerIsFreed(t *testing.T) {
 				err := admin.QueryRow(ctx, "SELECT expires <= clock_timestamp() FROM redislock_locks WHERE key = $1", key).Scan(&expired)
 				return expired || errors.Is(err, pgx.ErrNoRows)
 			})
-			claim, claimErr := look.Claim(t.Context(), store.Request{Key: key, Value: "looks", TTL: time.Minute})
+			claim, claimErr := look.Claim(t.Context(), request(key, "looks", time.Minute))
 			var taken *store.Taken
 			switch {
 			case claimErr == nil:
@@ -996,7 +1007,7 @@ func TestAPausedHoldersWritesAndCommitAreRefusedByTheServer(t *testing.T) {
 	t.Parallel()
 	l := newLedger(t)
 	paused := rowStore{connect(t, l.url)}
-	claim, err := paused.Claim(t.Context(), store.Request{Key: "job", Value: "paused", TTL: time.Second})
+	claim, err := paused.Claim(t.Context(), request("job", "paused", time.Second))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -1007,7 +1018,7 @@ func TestAPausedHoldersWritesAndCommitAreRefusedByTheServer(t *testing.T) {
 	other := rowStore{l.pool}
 	var next store.Claim
 	eventually(t, "somebody else has the lock", func(ctx context.Context) bool {
-		next, err = other.Claim(ctx, store.Request{Key: "job", Value: "next", TTL: time.Minute})
+		next, err = other.Claim(ctx, request("job", "next", time.Minute))
 		var taken *store.Taken
 		if err != nil && (!errors.As(err, &taken) || taken.Value != "paused" && taken.Value != "") {
 			t.Error(err)
