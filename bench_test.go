@@ -98,7 +98,8 @@ type nowhere struct{}
 func (nowhere) Same(store.Store) bool                        { return false }
 func (nowhere) Name() string                                 { return "nowhere" }
 func (nowhere) Transactional() bool                          { return false }
-func (s nowhere) Bulk(_, _ time.Duration) (store.Bulk, bool) { return s, true }
+func (s nowhere) Bulk() store.Bulk                           { return s }
+func (nowhere) Prompt(time.Duration) (claims, releases bool) { return true, true }
 func (nowhere) ExtendAll(leases []store.Lease, _ time.Time) []error {
 	return make([]error, len(leases))
 }

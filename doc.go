@@ -45,9 +45,10 @@
 // task is put back until the lock is free. Keep a task's Timeout above twice the TTL, and the TTL at 30 s or less, so that a
 // task which asynq recovers from a crashed worker, one to two minutes after the crash, does not meet its own dead lock.
 //
-// An acquire or release runs in the caller's goroutine where it ends in time by itself: on a *redis.Client whose ReadTimeout is at
-// most TTL/4, with a TTL of 10 s or more. Then it may take up to one ReadTimeout longer than TTL/4 while Redis hangs, and the end of a context is noticed when
-// it returns, unless that is a deadline which was known before. Other calls run in goroutines of their own, which nobody waits for longer than said here.
+// An acquire runs in the caller's goroutine where it ends in time by itself: with a TTL of 10 s or more, on a *redis.Client that
+// has ContextTimeoutEnabled, or a ReadTimeout of at most TTL/4, by which it may then take longer while Redis hangs. The end of a
+// context is noticed when it returns, unless that is a deadline which was known before. With ContextTimeoutEnabled, a handler's
+// release does so, too. Other calls run in goroutines of their own, which nobody waits for longer than said here.
 //
 // # Retries
 //

@@ -349,7 +349,7 @@ func (k *Lock) release(succeeded bool) <-chan struct{} {
 
 // releaseBy is release with its first try in the caller's goroutine, which saves waking another, where the store is prompt.
 func (k *Lock) releaseBy(until time.Time, succeeded bool) <-chan struct{} {
-	if !k.locker.prompt.Load() {
+	if !k.locker.promptRelease || !k.locker.prompt.Load() {
 		return k.release(succeeded)
 	}
 	held, first := k.retire()

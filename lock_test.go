@@ -55,6 +55,9 @@ func patient(o *redis.Options) { o.ReadTimeout, o.WriteTimeout, o.MaxRetries = -
 // once is a client that never sends a command again.
 func once(o *redis.Options) { o.MaxRetries = -1 }
 
+// keeping is a client that keeps the deadlines of contexts.
+func keeping(o *redis.Options) { o.ContextTimeoutEnabled = true }
+
 // ended reports whether the lock's context has ended.
 func ended(k *Lock) bool { return k.Context().Err() != nil }
 
@@ -969,7 +972,7 @@ func TestAClientThatHoldsUpACallIsNotWaitedForAgain(t *testing.T) {
 			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var b books
 				teachScripts(w)
-				h := w.Host("h")
+				h := w.Host("h", keeping)
 				h.RDB.AddHook(slowHook{test.matches, longer})
 				l := locker(h, &b, WithTTL(ttl))
 				if !l.prompt.Load() {
@@ -1001,7 +1004,7 @@ func TestAClientThatIsABitSlowIsStillPrompt(t *testing.T) {
 	virtual.Run(t, func(t *testing.T, w *virtual.World) {
 		var b books
 		teachScripts(w)
-		h := w.Host("h")
+		h := w.Host("h", keeping)
 		h.RDB.AddHook(slowHook{func(redis.Cmder) bool { return true }, time.Second})
 		l := locker(h, &b)
 		for range 3 {
@@ -1062,7 +1065,7 @@ func TestAPromptReleaseThatFailsGoesOnInTheBackground(t *testing.T) {
 		)
 		var b books
 		teachScripts(w)
-		h := w.Host("h")
+		h := w.Host("h", keeping)
 		l := locker(h, &b, WithTTL(ttl))
 		err := l.Do(t.Context(), "n", func(context.Context) error { h.LockLink.Hang(); return nil })
 		if took := w.Elapsed(); err != nil || took != patience {
@@ -2087,34 +2090,16 @@ func TestForceReleaseFreesALockOrAMarker(t *testing.T) {
 	})
 }
 
-// A dialer that gives up with its context only, as that of a tunnel may, and a pool without a free connection.
-func TestWhatWaitsForAContextHoldsUpNoReturn(t *testing.T) {
+// As that of a tunnel may.
+func TestADialerThatGivesUpWithItsContextOnlyHoldsUpNoReturn(t *testing.T) {
 	const ttl = 30 * time.Second
-	for _, test := range []struct {
-		name  string
-		block func(t *testing.T, h *virtual.Host, blocked *atomic.Bool) (heal func())
-	}{
-		{"dialer", func(t *testing.T, h *virtual.Host, blocked *atomic.Bool) func() {
-			blocked.Store(true)
-			h.LockLink.Cut() // what is open
-			h.LockLink.Heal()
-			return func() { blocked.Store(false) }
-		}},
-		{"pool", func(t *testing.T, h *virtual.Host, _ *atomic.Bool) func() {
-			conn := h.RDB.Conn() // the only one
-			if err := conn.Ping(t.Context()).Err(); err != nil {
-				t.Error(err)
-			}
-			return func() { _ = conn.Close() }
-		}},
-	} {
-		t.Run(test.name, func(t *testing.T) {
+	for name, tune := range map[string]func(*redis.Options){"keeping deadlines": keeping, "as it is": func(*redis.Options) {}} {
+		t.Run(name, func(t *testing.T) {
 			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var b books
 				var blocked atomic.Bool
 				teachScripts(w)
-				h := w.Host("h", func(o *redis.Options) {
-					o.PoolSize = 1
+				h := w.Host("h", tune, func(o *redis.Options) {
 					dial := o.Dialer
 					o.Dialer = func(ctx context.Context, network, addr string) (net.Conn, error) {
 						if blocked.Load() {
@@ -2125,10 +2110,11 @@ func TestWhatWaitsForAContextHoldsUpNoReturn(t *testing.T) {
 					}
 				})
 				l := locker(h, &b, WithTTL(ttl))
-				var heal func()
 				var returned time.Time
 				err := l.Do(t.Context(), "n", func(context.Context) error {
-					heal = test.block(t, h, &blocked)
+					blocked.Store(true)
+					h.LockLink.Cut() // what is open
+					h.LockLink.Heal()
 					returned = time.Now()
 					return nil
 				})
@@ -2139,7 +2125,7 @@ func TestWhatWaitsForAContextHoldsUpNoReturn(t *testing.T) {
 				if _, err := l.TryAcquire(t.Context(), "other"); !errors.Is(err, ErrUnavailable) || time.Since(began) > ttl/4 {
 					t.Errorf("the try took %s (%v), want ErrUnavailable after %s at most", time.Since(began), err, ttl/4)
 				}
-				heal()
+				blocked.Store(false)
 				time.Sleep(ttl)
 				checkIdle(t, l)
 				b.want(t, "acquired=1 released=1")
@@ -2154,7 +2140,7 @@ func TestAPanicOfAClientsHookLeaksNothing(t *testing.T) {
 			virtual.Run(t, func(t *testing.T, w *virtual.World) {
 				var b books
 				teachScripts(w)
-				h := w.Host("h")
+				h := w.Host("h", keeping)
 				h.RDB.AddHook(panicOnce{command, new(atomic.Bool)})
 				l := locker(h, &b, WithTTL(30*time.Second))
 				func() {

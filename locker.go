@@ -20,11 +20,12 @@ import (
 // goroutine, connection or timer, and it never closes the client. The zero Locker is not usable; call New.
 type Locker struct {
 	config
-	store  store.Store
-	bulk   store.Bulk  // the store, if it extends many locks at once
-	prompt atomic.Bool // its calls may be made by the goroutine that wants them
-	host   string
-	pid    int
+	store         store.Store
+	bulk          store.Bulk  // the store, if it extends many locks at once
+	prompt        atomic.Bool // its claims may be made by the goroutine that wants them
+	promptRelease bool        // and so may its releases
+	host          string
+	pid           int
 
 	mu      sync.Mutex
 	closing chan struct{}      // closed by Shutdown
@@ -83,9 +84,10 @@ func NewOn(s store.Store, opts ...Option) (*Locker, error) {
 		waits:   make(map[string]*waiters),
 	}
 	l.alarms.awake = l.awake
-	if bulk, prompt := s.Bulk(c.ttl/4, c.patience()); bulk != nil {
-		l.bulk, l.store = bulk, bulk
-		l.prompt.Store(prompt && c.ttl >= promptTTL)
+	if l.bulk = s.Bulk(); l.bulk != nil && c.ttl >= promptTTL {
+		claims, releases := l.bulk.Prompt(c.ttl / 4)
+		l.prompt.Store(claims)
+		l.promptRelease = releases
 	}
 	return l, nil
 }

@@ -49,9 +49,8 @@ const fenceLifetime = 24 * time.Hour
 
 // redisStore keeps locks in Redis.
 type redisStore struct {
-	rdb     redis.UniversalClient
-	freeing redis.UniversalClient // rdb with a timeout for prompt releases, if there can be such
-	bells   sync.Pool             // of *bell
+	rdb   redis.UniversalClient
+	bells sync.Pool // of *bell
 }
 
 func (s *redisStore) Same(other store.Store) bool {
@@ -62,18 +61,19 @@ func (s *redisStore) Same(other store.Store) bool {
 func (*redisStore) Name() string        { return "Redis" }
 func (*redisStore) Transactional() bool { return false }
 
-// Bulk is for a plain client, since that of a cluster may ask several nodes and wait for the slowest. It is prompt if the client's
-// own timeout suits a claim: one cut off earlier may come after it was given back. Releases get one of theirs, in the same pool.
-func (s *redisStore) Bulk(claim, release time.Duration) (b store.Bulk, prompt bool) {
-	c, ok := s.rdb.(*redis.Client)
-	if !ok {
-		return nil, false
+// Bulk is for a plain client, since that of a cluster may ask several nodes and wait for the slowest.
+func (s *redisStore) Bulk() store.Bulk {
+	if _, ok := s.rdb.(*redis.Client); !ok {
+		return nil
 	}
-	timeout := c.Options().ReadTimeout
-	if timeout <= 0 || timeout > claim {
-		return s, false
-	}
-	return &redisStore{rdb: s.rdb, freeing: c.WithTimeout(release)}, true
+	return s
+}
+
+// Prompt reports what go-redis keeps by itself: deadlines if it is told to, or else its own timeout. A claim that we cut off
+// earlier than that might come after it was given back.
+func (s *redisStore) Prompt(claim time.Duration) (claims, releases bool) {
+	o := s.rdb.(*redis.Client).Options()
+	return o.ContextTimeoutEnabled || 0 < o.ReadTimeout && o.ReadTimeout <= claim, o.ContextTimeoutEnabled
 }
 
 // Claim asks for the key. go-redis resends a command whose reply was lost, so finding our own value means that it is ours; its
@@ -212,11 +212,11 @@ func extension(cmd *redis.Cmd) error {
 
 // Release deletes the key or replaces it by the done marker, and tries again while the key can still be ours.
 func (r *redisLease) Release(ctx context.Context, end store.End) (work, err error) {
-	rdb, script, args := r.rdb, releaseScript, []any{r.value}
+	script, args := releaseScript, []any{r.value}
 	if end.Prompt {
 		bell := r.startBell(end.Until)
 		defer r.stopBell(bell)
-		rdb, ctx = r.freeing, &until{ctx, end.Until, bell, true}
+		ctx = &until{ctx, end.Until, bell, true}
 	} else {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithDeadline(context.WithoutCancel(ctx), end.Until)
@@ -226,7 +226,7 @@ func (r *redisLease) Release(ctx context.Context, end store.End) (work, err erro
 		script, args = doneScript, append(args, end.Marker, end.DoneFor.Milliseconds())
 	}
 	for {
-		reply, err := script.Run(ctx, rdb, []string{r.key}, args...).Int()
+		reply, err := script.Run(ctx, r.rdb, []string{r.key}, args...).Int()
 		switch {
 		case err == nil && reply == replyAnother, isWrongType(err):
 			// Or freed by a try whose reply was lost, and taken since; a loss is the safer guess.

@@ -47,7 +47,7 @@ func holdings(env *environment) []holding {
 	}
 	return []holding{
 		{100, env.rounds, ttl}, {1000, env.rounds, ttl}, {10_000, env.rounds, ttl},
-		{100_000, min(env.rounds, 3), 5 * ttl},
+		{100_000, min(env.rounds, 2), 5 * ttl},
 	}
 }
 

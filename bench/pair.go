@@ -94,7 +94,7 @@ func pairs(ctx context.Context, env *environment) (map[int]map[string]samples, e
 		if err != nil {
 			return nil, err
 		}
-		micros[goroutines], err = interleave(3*env.rounds, names, func(name string, _ int) (float64, error) {
+		micros[goroutines], err = interleave(2*env.rounds, names, func(name string, _ int) (float64, error) {
 			return pairMicros(ctx, opened[name], goroutines, env.window()/2)
 		})
 		closeAll()

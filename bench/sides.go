@@ -49,7 +49,7 @@ func client(addr string) *redis.Client { return clientFor(addr, 64) }
 
 // clientFor has a connection for each goroutine, so that nobody waits for one.
 func clientFor(addr string, goroutines int) *redis.Client {
-	return redis.NewClient(&redis.Options{Addr: addr, PoolSize: goroutines + 8, MinIdleConns: 8})
+	return redis.NewClient(&redis.Options{Addr: addr, PoolSize: goroutines + 8, MinIdleConns: 8, ContextTimeoutEnabled: true})
 }
 
 // bareSide is what a lock costs at least: the two commands.

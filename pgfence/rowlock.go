@@ -60,7 +60,7 @@ func (rowStore) Name() string        { return "PostgreSQL" }
 func (rowStore) Transactional() bool { return true }
 
 // Bulk can't be: each lease has a connection of its own.
-func (rowStore) Bulk(_, _ time.Duration) (store.Bulk, bool) { return nil, false }
+func (rowStore) Bulk() store.Bulk { return nil }
 
 func (s rowStore) Same(other store.Store) bool { return s == other }
 

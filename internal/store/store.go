@@ -15,9 +15,8 @@ type Store interface {
 	Name() string
 	// Transactional says that what the work writes takes effect with the release of its lock, or not at all.
 	Transactional() bool
-	// Bulk returns the store with calls for many leases, nil where that can't be. prompt says that calls which ask for it end by
-	// themselves about as soon as a claim may take, or a release, so that they need no goroutine of their own.
-	Bulk(claim, release time.Duration) (b Bulk, prompt bool)
+	// Bulk returns the store with calls for many leases, nil where that can't be.
+	Bulk() Bulk
 	// Claim tries once to claim a lock. It fails with *Taken where somebody else has it. A Claim with a Lease that comes with
 	// another error may have succeeded, and is to be given back.
 	Claim(ctx context.Context, r Request) (Claim, error)
@@ -30,6 +29,9 @@ type Store interface {
 // Bulk is a Store with calls for many leases.
 type Bulk interface {
 	Store
+	// Prompt reports which calls end about as soon as they are to, claims within the time given, so that they need no goroutine of
+	// their own.
+	Prompt(claim time.Duration) (claims, releases bool)
 	// ExtendAll extends leases of this store in one round trip. Its errors are those of Extend.
 	ExtendAll(leases []Lease, until time.Time) []error
 }
