@@ -124,7 +124,7 @@ var mutants = []mutant{
 		{"lock.go", "lost := k.isLost()", "if !returned {\n\t\t\treturn\n\t\t}\n\t\tlost := k.isLost()"},
 	}},
 	{name: "releases with the handler's context", found: []string{history.BadLoss}, edits: []edit{
-		{"redis.go", "ctx = &until{Context: ctx, deadline: end.Until, detached: true}", "ctx = &until{Context: ctx, deadline: end.Until}"},
+		{"redis.go", "context.WithDeadline(context.WithoutCancel(ctx), end.Until)", "context.WithDeadline(ctx, end.Until)"},
 	}},
 	{name: "a failed release hides success", found: []string{history.BadBooks}, edits: []edit{
 		{"lock.go", "k.locker.await(released, until)\n",
@@ -153,7 +153,7 @@ var mutants = []mutant{
 		{"lock.go", "func (k *Lock) giveUp(cause error) {\n", "func (k *Lock) giveUp(cause error) {\n\tdefer k.claim.Release(k.ctx, store.End{Held: true, Until: time.Now().Add(k.locker.ttl)})\n"},
 	}},
 	{name: "no outcome after a panic", found: []string{history.BadBooks}, edits: []edit{
-		{"middleware.go", "defer func() {\n\t\tl.emit(ctx, e)", "defer func() {\n\t\tif e.Err != errUnfinished {\n\t\t\tl.emit(ctx, e)\n\t\t}"},
+		{"middleware.go", "defer func() {\n\t\tl.emit(ctx, &e)", "defer func() {\n\t\tif e.Err != errUnfinished {\n\t\t\tl.emit(ctx, &e)\n\t\t}"},
 	}},
 	{name: "middleware twice is a stranger", found: []string{history.BadSkip}, edits: []edit{
 		{"chain.go", "if k.key != key || !k.locker.store.Same(l.store) || k.isReleased() {", "if true {"},

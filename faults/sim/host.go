@@ -45,6 +45,7 @@ func newHost(w *world, name string, r *rand.Rand) *host {
 		// A pipe, unlike a TCP connection, does not tell go-redis that it broke while nobody used it, so each one that did
 		// costs one of a command's four attempts.
 		o.MaxIdleConns = 3
+		o.ContextTimeoutEnabled = patient // so that some release in their own goroutines
 		if !patient {
 			o.ReadTimeout = min(max(w.ttl/5, 200*time.Millisecond), 3*time.Second)
 		}
