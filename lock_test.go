@@ -2177,3 +2177,33 @@ func (p panicOnce) ProcessHook(next redis.ProcessHook) redis.ProcessHook {
 		return next(ctx, cmd)
 	}
 }
+
+func TestAnObserverOfALossHoldsUpNoReturn(t *testing.T) {
+	for name, tune := range map[string]func(*redis.Options){"keeping deadlines": keeping, "as it is": func(*redis.Options) {}} {
+		t.Run(name, func(t *testing.T) {
+			virtual.Run(t, func(t *testing.T, w *virtual.World) {
+				const slow = time.Minute
+				h := w.Host("h", tune)
+				var b books
+				l := locker(h, &b, WithTTL(30*time.Second), WithObserver(func(_ context.Context, e Event) {
+					if e.Kind == EventLost {
+						time.Sleep(slow)
+					}
+				}))
+				var returned time.Time
+				err := l.Do(t.Context(), "n", func(ctx context.Context) error {
+					w.Redis.Del(k1)
+					<-ctx.Done()
+					returned = time.Now()
+					return ctx.Err()
+				})
+				if late := time.Since(returned); !errors.Is(err, ErrLost) || late > 2*time.Second {
+					t.Errorf("the return took %s (%v), want 2 s at most, and ErrLost", late, err)
+				}
+				time.Sleep(slow)
+				checkIdle(t, l)
+				b.want(t, "acquired=1 lost=1")
+			})
+		})
+	}
+}
