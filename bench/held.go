@@ -33,6 +33,7 @@ type heldRow struct {
 type holding struct {
 	locks, rounds int
 	ttl           time.Duration
+	held          func() // if not nil, is called once all are held
 }
 
 // window is how long the processor time is taken: one extension period, in which every lock is extended once.
@@ -43,11 +44,11 @@ func (h holding) window() time.Duration { return h.ttl / 3 }
 func holdings(env *environment) []holding {
 	const ttl = 6 * time.Second
 	if env.quick {
-		return []holding{{100, env.rounds, 3 * time.Second}, {1000, env.rounds, 3 * time.Second}}
+		return []holding{{100, env.rounds, 3 * time.Second, nil}, {1000, env.rounds, 3 * time.Second, nil}}
 	}
 	return []holding{
-		{100, env.rounds, ttl}, {1000, env.rounds, ttl}, {10_000, env.rounds, ttl},
-		{100_000, min(env.rounds, 2), 5 * ttl},
+		{100, env.rounds, ttl, nil}, {1000, env.rounds, ttl, nil}, {10_000, env.rounds, ttl, nil},
+		{100_000, min(env.rounds, 2), 5 * ttl, nil},
 	}
 }
 
@@ -118,6 +119,9 @@ func holdMany(ctx context.Context, addr string, h holding, row *heldRow) (err er
 	held, err := snapshot(ctx, watch)
 	if err != nil {
 		return err
+	}
+	if h.held != nil {
+		h.held()
 	}
 	// Between two bursts, so that all of one is in the window, even if it takes longer than the acquires took.
 	if err := pause(ctx, (h.window()-time.Since(began))/3); err != nil {
