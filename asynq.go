@@ -25,6 +25,9 @@ func contended(task *asynq.Task, err error, delay time.Duration) error {
 
 // contentionIn returns the contention in err, nil if there is none.
 func contentionIn(err error) *contention {
+	if err == nil { // what errors.As is given takes an allocation
+		return nil
+	}
 	var c *contention
 	errors.As(err, &c)
 	return c

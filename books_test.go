@@ -99,4 +99,4 @@ func locker(h *virtual.Host, b *books, opts ...Option) *Locker {
 }
 
 // valueOf returns what is at the key while the lock is held.
-func valueOf(k *Lock) string { return k.claim.Lease.(*redisLease).value }
+func valueOf(k *Lock) string { return k.claim.Lease.(*redisLease).value.(string) }

@@ -14,7 +14,6 @@ import (
 
 	"example.com/redislock/internal/virtual"
 	"github.com/hibiken/asynq"
-	"github.com/redis/go-redis/v9"
 )
 
 // endings are the ways in which a handler ends; a task's number chooses one.
@@ -91,7 +90,7 @@ func leaveNothingBehind(t *testing.T, tasks int, deliverBy func(*virtual.World, 
 				return locked.ProcessTask(ctx, task)
 			})))
 		}
-		for _, script := range []*redis.Script{extendScript, releaseScript, doneScript} {
+		for _, script := range []*script{extendScript, releaseScript, doneScript} {
 			script.Load(t.Context(), w.RDB) // so that a release is one command
 		}
 

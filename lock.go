@@ -27,6 +27,7 @@ type Lock struct {
 	cancel context.CancelCauseFunc
 	outer  *Lock       // the lock around this one in its call chain
 	unrun  atomic.Bool // a lock further down the chain kept the task from running
+	place  int32       // among the locks of the Locker, whose mutex guards it
 
 	mu         sync.Mutex
 	state      lockState
@@ -130,9 +131,10 @@ func (l *Locker) acquire(ctx, parent context.Context, key string, self Holder, b
 	if holder, ok := l.holder(key); ok {
 		return nil, &HeldError{Key: key, Holder: holder}
 	}
-	self.Since = time.Now().UTC().Truncate(time.Millisecond) // as it comes back from the value, to be compared
+	now := time.Now()
+	self.Since = now.UTC().Truncate(time.Millisecond) // as it comes back from the value, to be compared
 	k := &Lock{locker: l, key: key, token: uuid.New(), self: self}
-	if err := k.try(ctx); err != nil {
+	if err := k.try(ctx, now.Add(l.ttl/4)); err != nil {
 		return nil, err
 	}
 	claimed = true
@@ -151,18 +153,20 @@ func (l *Locker) acquire(ctx, parent context.Context, key string, self Holder, b
 	return k, nil
 }
 
-// try claims the key. Whatever it does not return as claimed it gives back, and then nobody else may use the lock.
-func (k *Lock) try(ctx context.Context) error {
+// try claims the key until then. Whatever it does not return as claimed it gives back, and then nobody else may use the lock.
+func (k *Lock) try(ctx context.Context, until time.Time) error {
 	l := k.locker
-	limit := l.ttl / 4
-	request := store.Request{Key: k.key, Value: encodeValue(k.self, k.token.String()), TTL: l.ttl, Fencing: l.fencing, Until: time.Now().Add(limit)}
-	if request.Prompt = l.isPrompt(ctx, request.Until); request.Prompt {
+	request := store.Request{Key: k.key, Value: encodeValue(k.self, k.token.String()), TTL: l.ttl, Fencing: l.fencing, Until: until}
+	if request.Prompt = l.isPrompt(ctx, until); request.Prompt {
 		k.claim, k.err = l.store.Claim(ctx, request)
-		l.checkPrompt(request.Until)
-	} else if !k.claimElsewhere(ctx, request, limit) {
+	} else if !k.claimElsewhere(ctx, request) {
 		return k.tooLate(ctx)
 	}
-	late := ctx.Err() != nil || !time.Now().Before(request.Until)
+	overrun := time.Since(until)
+	if request.Prompt {
+		l.checkPrompt(overrun)
+	}
+	late := ctx.Err() != nil || overrun >= 0
 	if k.claim.Lease != nil && (late || k.err != nil) {
 		// asynq has settled a task whose context ended, and may have given it to another server.
 		l.spawn(k.giveBack)
@@ -175,7 +179,7 @@ func (k *Lock) try(ctx context.Context) error {
 
 // claimElsewhere claims the key from another goroutine, since the call may not return for a while. It reports whether it did.
 // If not, nobody can say what the store will have done by then, so that goroutine gives the lock back.
-func (k *Lock) claimElsewhere(ctx context.Context, request store.Request, limit time.Duration) bool {
+func (k *Lock) claimElsewhere(ctx context.Context, request store.Request) bool {
 	l := k.locker
 	answered := make(chan struct{})
 	l.begin()
@@ -184,7 +188,7 @@ func (k *Lock) claimElsewhere(ctx context.Context, request store.Request, limit 
 		k.claim, k.err = l.store.Claim(ctx, request)
 		close(answered)
 	}()
-	timer := l.startTimer(limit)
+	timer := l.startTimer(time.Until(request.Until))
 	defer l.stopTimer(timer)
 	select {
 	case <-answered:
@@ -255,8 +259,8 @@ func (l *Locker) isPrompt(ctx context.Context, until time.Time) bool {
 }
 
 // checkPrompt stops trusting a store whose call, over now, was not prompt: a hook or a connection of the user's has held it up.
-func (l *Locker) checkPrompt(until time.Time) {
-	if time.Since(until) > 2*l.patience() {
+func (l *Locker) checkPrompt(overrun time.Duration) {
+	if overrun > 2*l.patience() {
 		l.prompt.Store(false)
 	}
 }
@@ -369,7 +373,7 @@ func (k *Lock) releaseBy(until time.Time, succeeded bool) <-chan struct{} {
 		}
 	}()
 	work, err := k.claim.Release(k.ctx, end)
-	k.locker.checkPrompt(until)
+	k.locker.checkPrompt(time.Since(until))
 	if freed = !errors.Is(err, ErrUnavailable); freed {
 		k.finish(end, work, err)
 	}
@@ -437,10 +441,12 @@ func (k *Lock) finish(end store.End, work, err error) {
 }
 
 // isGone returns what the store said of a lease that has ended.
-func isGone(err error) (gone store.Gone, ok bool) {
-	if err != nil { // errors.As allocates
-		ok = errors.As(err, &gone)
+func isGone(err error) (store.Gone, bool) {
+	if err == nil { // what errors.As is given takes an allocation
+		return "", false
 	}
+	var gone store.Gone
+	ok := errors.As(err, &gone)
 	return gone, ok
 }
 

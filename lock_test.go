@@ -279,7 +279,7 @@ func TestACommandHeldUpInTheNetworkLeavesTheSuccessorAlone(t *testing.T) {
 	const ttl = 5 * time.Second
 	for _, test := range []struct {
 		name   string
-		script *redis.Script
+		script *script
 		end    func(*Lock)
 	}{
 		{"extend", extendScript, func(*Lock) {}},
@@ -419,7 +419,7 @@ func TestTroubleWithTheReleaseIsNoTroubleOfTheHandler(t *testing.T) {
 	errWork := errors.New("the work failed")
 	endings := []struct {
 		name    string
-		script  *redis.Script
+		script  *script
 		result  error
 		doneFor time.Duration
 	}{

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"reflect"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -16,8 +17,9 @@ import (
 	"example.com/redislock/internal/store"
 )
 
-// Locker makes locks in one Redis, or with pgfence in one database, with one set of options. All methods are safe for concurrent use. An idle Locker owns no
-// goroutine, connection or timer, and it never closes the client. The zero Locker is not usable; call New.
+// Locker makes locks in one Redis, or with pgfence in one database, with one set of options. All methods are safe for concurrent
+// use. An idle Locker owns no goroutine or connection and, a quarter of the TTL after its last call, no timer. It never closes the
+// client. The zero Locker is not usable; call New.
 type Locker struct {
 	config
 	store         store.Store
@@ -28,13 +30,13 @@ type Locker struct {
 	pid           int
 
 	mu      sync.Mutex
-	closing chan struct{}      // closed by Shutdown
-	gaveUp  bool               // Shutdown has stopped waiting: no lock may be handed out any more
-	busy    int                // locks handed out and calls in flight
-	idle    chan struct{}      // closed when busy drops to 0, for Shutdown; nil while nobody waits
-	locks   map[*Lock]struct{} // handed out and not yet ended
-	latest  map[string]*Lock   // of locks, by key: after a loss there may be two
-	timers  sync.Pool          // of stopped *time.Timer
+	closing chan struct{}    // closed by Shutdown
+	gaveUp  bool             // Shutdown has stopped waiting: no lock may be handed out any more
+	busy    int              // locks handed out and calls in flight
+	idle    chan struct{}    // closed when busy drops to 0, for Shutdown; nil while nobody waits
+	locks   []*Lock          // handed out and not yet ended; each knows its place
+	latest  map[string]*Lock // of locks, by key: after a loss there may be two
+	timers  sync.Pool        // of stopped *time.Timer
 	alarms  alarms
 	waits   map[string]*waiters // by key, those that want it
 }
@@ -79,7 +81,6 @@ func NewOn(s store.Store, opts ...Option) (*Locker, error) {
 		host:    host,
 		pid:     os.Getpid(),
 		closing: make(chan struct{}),
-		locks:   make(map[*Lock]struct{}),
 		latest:  make(map[string]*Lock),
 		waits:   make(map[string]*waiters),
 	}
@@ -203,10 +204,7 @@ func (l *Locker) Shutdown(ctx context.Context) error {
 	}
 	l.mu.Lock()
 	l.gaveUp = true
-	var left []*Lock
-	for k := range l.locks {
-		left = append(left, k)
-	}
+	left := slices.Clone(l.locks)
 	l.mu.Unlock()
 	for _, k := range left {
 		k.giveUp(fmt.Errorf("%w: lock %s is still held", ErrClosed, k.key))
@@ -240,7 +238,8 @@ func (l *Locker) register(k *Lock) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if !l.gaveUp {
-		l.locks[k], l.latest[k.key] = struct{}{}, k
+		k.place = int32(len(l.locks))
+		l.locks, l.latest[k.key] = append(l.locks, k), k
 	}
 	return !l.gaveUp
 }
@@ -249,7 +248,12 @@ func (l *Locker) register(k *Lock) bool {
 func (l *Locker) unregister(k *Lock) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	delete(l.locks, k)
+	if int(k.place) < len(l.locks) && l.locks[k.place] == k { // else it was refused
+		last := len(l.locks) - 1
+		l.locks[k.place], l.locks[last].place = l.locks[last], k.place
+		l.locks[last] = nil
+		l.locks = l.locks[:last]
+	}
 	if l.latest[k.key] == k {
 		delete(l.latest, k.key)
 	}

@@ -18,7 +18,6 @@ import (
 
 	"example.com/redislock/internal/virtual"
 	"github.com/hibiken/asynq"
-	"github.com/redis/go-redis/v9"
 )
 
 // complaints is an asynq.ErrorHandler that keeps what it is told. The zero value is ready.
@@ -1352,7 +1351,7 @@ func TestScriptFlushBetweenAnyTwoCallsChangesNothing(t *testing.T) {
 		if err := l.ForceRelease(t.Context(), name); err != nil || len(lockKeys(w)) != 1 {
 			t.Errorf("%v; left: %v", err, lockKeys(w))
 		}
-		for _, script := range []*redis.Script{extendScript, releaseScript, doneScript} { // twice: by its hash and by its source
+		for _, script := range []*script{extendScript, releaseScript, doneScript} { // twice: by its hash and by its source
 			if n := len(h.LockLink.Sent("EVAL")); n < 10 || len(h.LockLink.Sent(script.Hash())) < 2 {
 				t.Errorf("%d scripts were unknown by their hash", n)
 			}

@@ -8,7 +8,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/redis/go-redis/v9"
@@ -32,11 +32,41 @@ var releaseSource string
 var doneSource string
 
 var (
-	acquireScript = redis.NewScript(acquireSource)
-	extendScript  = redis.NewScript(extendSource)
-	releaseScript = redis.NewScript(releaseSource)
-	doneScript    = redis.NewScript(doneSource)
+	acquireScript = newScript(acquireSource)
+	extendScript  = newScript(extendSource)
+	releaseScript = newScript(releaseSource)
+	doneScript    = newScript(doneSource)
 )
+
+// script is a Lua script whose words to Redis are interfaces from the start, which saves allocations.
+type script struct {
+	*redis.Script
+	source, hash any
+}
+
+func newScript(source string) *script {
+	s := redis.NewScript(source)
+	return &script{s, source, s.Hash()}
+}
+
+// run runs the script, by its hash if the server knows it. The keys come first.
+func (s *script) run(ctx context.Context, rdb redis.UniversalClient, keys int, args ...any) *redis.Cmd {
+	cmd := scriptCommand(ctx, "evalsha", s.hash, keys, args)
+	if _ = rdb.Process(ctx, cmd); isForgotten(cmd.Err()) {
+		cmd = scriptCommand(ctx, "eval", s.source, keys, args)
+		_ = rdb.Process(ctx, cmd)
+	}
+	return cmd
+}
+
+func scriptCommand(ctx context.Context, name string, what any, keys int, args []any) *redis.Cmd {
+	cmd := redis.NewCmd(ctx, append([]any{name, what, keys}, args...)...)
+	cmd.SetFirstKeyPos(3)
+	return cmd
+}
+
+// isForgotten reports whether the server does not know the script.
+func isForgotten(err error) bool { return err != nil && redis.HasErrorPrefix(err, "NOSCRIPT") }
 
 // What extend, release and done answer.
 const (
@@ -49,8 +79,8 @@ const fenceLifetime = 24 * time.Hour
 
 // redisStore keeps locks in Redis.
 type redisStore struct {
-	rdb   redis.UniversalClient
-	bells sync.Pool // of *bell
+	rdb              redis.UniversalClient
+	claims, releases bell // of prompt calls
 }
 
 func (s *redisStore) Same(other store.Store) bool {
@@ -85,16 +115,14 @@ func (s *redisStore) Claim(ctx context.Context, r store.Request) (store.Claim, e
 	}
 	lease := &redisLease{redisStore: s, key: r.Key, value: r.Value, ttl: r.TTL}
 	if r.Prompt {
-		bell := s.startBell(r.Until)
-		defer s.stopBell(bell)
-		ctx = &until{Context: ctx, deadline: r.Until, bell: bell}
+		ctx = &until{Context: ctx, deadline: r.Until, rung: s.claims.at(r.Until)}
 	} else {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithDeadline(ctx, r.Until)
 		defer cancel()
 	}
 	c := store.Claim{Lease: lease, Sent: time.Now()}
-	present, fence, err := set(ctx, s.rdb, r)
+	present, fence, err := set(ctx, lease)
 	switch {
 	case errors.Is(err, redis.Nil):
 		c.Fence = fence
@@ -115,21 +143,22 @@ func (s *redisStore) Claim(ctx context.Context, r store.Request) (store.Claim, e
 }
 
 // setPlain sets the key to the value unless something is there, which it returns; redis.Nil says that it did.
-func setPlain(ctx context.Context, rdb redis.UniversalClient, r store.Request) (present string, _ int64, err error) {
-	set := redis.NewStatusCmd(ctx, "set", r.Key, r.Value, "nx", "get", "px", r.TTL.Milliseconds())
-	_ = rdb.Process(ctx, set)
+func setPlain(ctx context.Context, l *redisLease) (present string, _ int64, err error) {
+	set := redis.NewStatusCmd(ctx, "set", l.key, l.value, "nx", "get", "px", l.ttl.Milliseconds())
+	_ = l.rdb.Process(ctx, set)
 	present, err = set.Result()
 	return present, 0, err
 }
 
 // setFenced is setPlain with a fencing number, by a script that extends what it finds to be ours itself.
-func setFenced(ctx context.Context, rdb redis.UniversalClient, r store.Request) (present string, fence int64, err error) {
-	reply, err := acquireScript.Run(ctx, rdb, []string{r.Key, r.Key + ":fence"}, r.Value, r.TTL.Milliseconds(), fenceLifetime.Milliseconds()).Slice()
+func setFenced(ctx context.Context, l *redisLease) (present string, fence int64, err error) {
+	counter := l.key.(string) + ":fence"
+	reply, err := acquireScript.run(ctx, l.rdb, 2, l.key, counter, l.value, l.ttl.Milliseconds(), fenceLifetime.Milliseconds()).Slice()
 	if err != nil {
 		return "", 0, err
 	}
 	present, _ = reply[0].(string)
-	if present != r.Value {
+	if present != l.value {
 		return present, 0, nil
 	}
 	number, _ := reply[1].(string)
@@ -144,8 +173,7 @@ func (s *redisStore) ExtendAll(leases []store.Lease, deadline time.Time) []error
 	ctx, cancel := context.WithDeadline(context.Background(), deadline)
 	defer cancel()
 	errs := s.pipeline(ctx, leases)
-	forgotten := func(err error) bool { return redis.HasErrorPrefix(err, "NOSCRIPT") }
-	if i := slices.IndexFunc(errs, forgotten); i >= 0 {
+	if i := slices.IndexFunc(errs, isForgotten); i >= 0 {
 		errs[i] = leases[i].Extend(ctx)
 		copy(errs[i+1:], s.pipeline(ctx, leases[i+1:]))
 	}
@@ -157,7 +185,8 @@ func (s *redisStore) pipeline(ctx context.Context, leases []store.Lease) []error
 	replies, errs := make([]*redis.Cmd, len(leases)), make([]error, len(leases))
 	for i, lease := range leases {
 		r := lease.(*redisLease)
-		replies[i] = extendScript.EvalSha(ctx, pipe, []string{r.key}, r.value, r.ttl.Milliseconds())
+		replies[i] = scriptCommand(ctx, "evalsha", extendScript.hash, 1, []any{r.key, r.value, r.ttl.Milliseconds()})
+		_ = pipe.Process(ctx, replies[i])
 	}
 	_, _ = pipe.Exec(ctx) // each command has its own error
 	for i, reply := range replies {
@@ -186,10 +215,10 @@ func (s *redisStore) Free(ctx context.Context, key string) error {
 	return nil
 }
 
-// redisLease is a key with our value.
+// redisLease is a key with our value: strings, as the commands want them.
 type redisLease struct {
 	*redisStore
-	key, value string
+	key, value any
 	ttl        time.Duration
 }
 
@@ -198,7 +227,7 @@ func (r *redisLease) Bind(ctx context.Context, _ store.Owner) context.Context { 
 
 // Extend sets the TTL anew if the key is still ours.
 func (r *redisLease) Extend(ctx context.Context) error {
-	return extension(extendScript.Run(ctx, r.rdb, []string{r.key}, r.value, r.ttl.Milliseconds()))
+	return extension(extendScript.run(ctx, r.rdb, 1, r.key, r.value, r.ttl.Milliseconds()))
 }
 
 // extension reads the reply to the script.
@@ -212,11 +241,9 @@ func extension(cmd *redis.Cmd) error {
 
 // Release deletes the key or replaces it by the done marker, and tries again while the key can still be ours.
 func (r *redisLease) Release(ctx context.Context, end store.End) (work, err error) {
-	script, args := releaseScript, []any{r.value}
+	script, args := releaseScript, []any{r.key, r.value}
 	if end.Prompt {
-		bell := r.startBell(end.Until)
-		defer r.stopBell(bell)
-		ctx = &until{ctx, end.Until, bell, true}
+		ctx = &until{ctx, end.Until, r.releases.at(end.Until), true}
 	} else {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithDeadline(context.WithoutCancel(ctx), end.Until)
@@ -226,7 +253,7 @@ func (r *redisLease) Release(ctx context.Context, end store.End) (work, err erro
 		script, args = doneScript, append(args, end.Marker, end.DoneFor.Milliseconds())
 	}
 	for {
-		reply, err := script.Run(ctx, r.rdb, []string{r.key}, args...).Int()
+		reply, err := script.run(ctx, r.rdb, 1, args...).Int()
 		switch {
 		case err == nil && reply == replyAnother, isWrongType(err):
 			// Or freed by a try whose reply was lost, and taken since; a loss is the safer guess.
@@ -234,7 +261,7 @@ func (r *redisLease) Release(ctx context.Context, end store.End) (work, err erro
 		case err == nil: // also gone: an earlier try freed it and its reply was lost
 			return nil, nil
 		}
-		err = redisError("release lock", r.key, err)
+		err = redisError("release lock", r.key.(string), err)
 		if end.Prompt || !errors.Is(err, ErrUnavailable) || errors.Is(err, redis.ErrClosed) || !sleep(ctx, retryInterval(r.ttl)) {
 			return nil, err
 		}
@@ -243,51 +270,52 @@ func (r *redisLease) Release(ctx context.Context, end store.End) (work, err erro
 
 // GiveBack deletes the key if it is ours. If it fails, the key lapses within one TTL.
 func (r *redisLease) GiveBack(ctx context.Context) {
-	_ = releaseScript.Run(ctx, r.rdb, []string{r.key}, r.value).Err()
+	_ = releaseScript.run(ctx, r.rdb, 1, r.key, r.value).Err()
 }
 
-// until is the context of a prompt call. Its end is a bell that is used again, which is cheaper than a context's. Unless detached,
-// it has an error once its parent has ended, but nobody is told.
+// until is the context of a prompt call. Unless detached, it has an error once its parent has ended, but nobody is told.
 type until struct {
 	context.Context
 	deadline time.Time
-	bell     *bell
+	rung     <-chan struct{} // closed by then
 	detached bool
 }
 
 func (u *until) Deadline() (time.Time, bool) { return u.deadline, true }
-func (u *until) Done() <-chan struct{}       { return u.bell.rung }
+func (u *until) Done() <-chan struct{}       { return u.rung }
 
 func (u *until) Err() error {
 	if err := u.Context.Err(); err != nil && !u.detached {
 		return err
 	}
-	if !time.Now().Before(u.deadline) {
+	select {
+	case <-u.rung:
 		return context.DeadlineExceeded
+	default:
+		return nil
 	}
-	return nil
 }
 
-// bell is closed by its timer.
-type bell struct {
-	rung  chan struct{}
-	timer *time.Timer
+// bell rings for calls of one kind, whose deadlines are about as far away for each. One timer serves all that are made within
+// bellSlack, and is left to fire, since to set and stop one for each call is a good part of what a lock costs.
+type bell struct{ next atomic.Pointer[ring] }
+
+type ring struct {
+	at   time.Time
+	rung chan struct{}
 }
 
-func (s *redisStore) startBell(at time.Time) *bell {
-	if b, ok := s.bells.Get().(*bell); ok {
-		b.timer.Reset(time.Until(at))
-		return b
-	}
-	b := &bell{rung: make(chan struct{})}
-	b.timer = time.AfterFunc(time.Until(at), func() { close(b.rung) })
-	return b
-}
+const bellSlack = 250 * time.Millisecond
 
-func (s *redisStore) stopBell(b *bell) {
-	if b.timer.Stop() {
-		s.bells.Put(b)
+// at returns what is closed at a deadline, or up to bellSlack earlier.
+func (b *bell) at(deadline time.Time) <-chan struct{} {
+	r := b.next.Load()
+	if r == nil || deadline.Sub(r.at) > bellSlack {
+		r = &ring{deadline, make(chan struct{})}
+		time.AfterFunc(time.Until(r.at), func() { close(r.rung) })
+		b.next.Store(r)
 	}
+	return r.rung
 }
 
 // outages are the replies of a Redis that is there but can't serve the command now.

@@ -42,7 +42,7 @@ var mutants = []mutant{
 	}},
 	{name: "acquire that outlives the task's context", found: []string{history.BadStart}, edits: []edit{
 		{"lock.go", "\tcase <-ctx.Done():\n\tcase <-timer.C:", "\tcase <-timer.C:"},
-		{"lock.go", "late := ctx.Err() != nil || !time.Now().Before(request.Until)", "late := !time.Now().Before(request.Until)"},
+		{"lock.go", "late := ctx.Err() != nil || overrun >= 0", "late := overrun >= 0"},
 	}},
 	{name: "own task judged by the policy", found: []string{history.BadSkip, history.BadArchive}, edits: []edit{
 		{"policy.go", "if held.Holder == (Holder{}) || held.Holder.sameTask(self) {", "if held.Holder == (Holder{}) {"},
@@ -131,7 +131,7 @@ var mutants = []mutant{
 			"k.locker.await(released, until)\n\t\t\tselect {\n\t\t\tcase <-released:\n\t\t\t\tif err == nil {\n\t\t\t\t\terr = k.err\n\t\t\t\t}\n\t\t\tdefault:\n\t\t\t}\n"},
 	}},
 	{name: "a prompt release that failed is believed", found: []string{history.BadModel}, edits: []edit{
-		{"lock.go", "work, err := k.claim.Release(k.ctx, end)\n\tk.locker.checkPrompt(until)", "work, _ := k.claim.Release(k.ctx, end)\n\tvar err error"},
+		{"lock.go", "work, err := k.claim.Release(k.ctx, end)\n\tk.locker.checkPrompt(time.Since(until))", "work, _ := k.claim.Release(k.ctx, end)\n\tvar err error"},
 	}},
 	{name: "a loss hides success", found: []string{history.BadBooks}, edits: []edit{
 		{"lock.go", "if err != nil && lost != nil && !errors.Is(err, ErrLost) {", "if lost != nil && !errors.Is(err, ErrLost) {"},
@@ -144,7 +144,7 @@ var mutants = []mutant{
 		{"policy.go", "case errors.Is(err, ErrUnavailable):\n\t\treturn verdict{", "case errors.Is(err, ErrUnavailable):\n\t\treturn verdict{kind: EventSkipped}\n\tcase false:\n\t\treturn verdict{"},
 	}},
 	{name: "lock without a TTL", found: []string{history.BadTTL}, edits: []edit{
-		{"redis.go", `"nx", "get", "px", r.TTL.Milliseconds())`, `"nx", "get")`},
+		{"redis.go", `"nx", "get", "px", l.ttl.Milliseconds())`, `"nx", "get")`},
 	}},
 	{name: "contention counts", found: []string{history.BadBooks}, edits: []edit{
 		{"asynq.go", "return contentionIn(err) == nil && isFailure(err)", "return isFailure(err)"},
