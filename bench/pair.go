@@ -21,7 +21,7 @@ const (
 
 var (
 	peers = []string{bsm, bsmAlive, redsyncL, rueidisL}
-	plain = append([]string{bare, ours}, peers...)
+	plain = append([]string{bare, asOurs, ours}, peers...)
 	piped = []string{barePiped, oursPiped}
 )
 
@@ -36,6 +36,8 @@ func open(name, addr string, goroutines int) (side, error) {
 	switch name {
 	case bare:
 		return bareSide(rdb), nil
+	case asOurs:
+		return asOursSide(rdb), nil
 	case ours:
 		return ourSide(rdb)
 	case bsm, bsmAlive:

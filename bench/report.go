@@ -358,6 +358,11 @@ func (r *results) PipedTasks() float64 {
 // ServerMicros is the processor time of the server per pair, in all.
 func (r *results) ServerMicros(side string) float64 { return r.process[side].median() }
 
+// CommandsRatio compares two sides' time in the server's commands, round by round.
+func (r *results) CommandsRatio(side, base string) float64 {
+	return r.commands[side].over(r.commands[base]).median()
+}
+
 // TargetLocks is the number of held locks that there is a target for, or the next smaller that was measured.
 func (r *results) TargetLocks() int {
 	most := 0

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"os"
 	"time"
 
 	peer "github.com/bsm/redislock"
@@ -35,6 +36,7 @@ type side struct {
 
 const (
 	bare         = "bare SET NX PX + EVALSHA"
+	asOurs       = "bare, saying what redislock says"
 	ours         = "redislock"
 	bsm          = "bsm/redislock"
 	bsmAlive     = "bsm/redislock, refreshed"
@@ -62,6 +64,24 @@ func bareSide(rdb redis.UniversalClient) side {
 		}
 		werr := work(ctx)
 		return errors.Join(werr, releaseScript.Run(ctx, rdb, []string{name}, token).Err())
+	}, close: rdb.Close}
+}
+
+// asOursSide is the two commands with redislock's key and value, which say who holds the lock, and with GET, which tells that to
+// the next who asks: what its locks would cost if the client's part of them were free.
+func asOursSide(rdb redis.UniversalClient) side {
+	host, _ := os.Hostname()
+	return side{name: asOurs, do: func(ctx context.Context, name string, work func(context.Context) error) error {
+		key := "redislock:{" + name + "}"
+		value := fmt.Sprintf(`redislock/1 {"host":"%s","pid":%d,"since":"%s","token":"%s"}`,
+			host, os.Getpid(), time.Now().UTC().Truncate(time.Millisecond).Format(time.RFC3339Nano), uuid.NewString())
+		set := redis.NewStatusCmd(ctx, "set", key, value, "nx", "get", "px", ttl.Milliseconds())
+		_ = rdb.Process(ctx, set)
+		if err := set.Err(); !errors.Is(err, redis.Nil) {
+			return cmpErr(err, "taken")
+		}
+		werr := work(ctx)
+		return errors.Join(werr, releaseScript.Run(ctx, rdb, []string{key}, value).Err())
 	}, close: rdb.Close}
 }
 
