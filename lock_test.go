@@ -2207,3 +2207,42 @@ func TestAnObserverOfALossHoldsUpNoReturn(t *testing.T) {
 		})
 	}
 }
+
+func TestABellRingsByItsDeadlineAndNeedsFewTimers(t *testing.T) {
+	for _, distance := range []time.Duration{time.Second, time.Hour} {
+		synctest.Test(t, func(t *testing.T) {
+			var b bell
+			peals := make(map[<-chan struct{}]bool)
+			for range 1000 {
+				deadline := time.Now().Add(distance)
+				rung := b.at(deadline)
+				peals[rung] = true
+				select {
+				case <-rung:
+					t.Fatal("it has rung before the call")
+				default:
+				}
+				time.Sleep(distance / 1000)
+			}
+			if len(peals) > 12 {
+				t.Errorf("%d timers in %v, want 12 at most", len(peals), distance)
+			}
+			asked := time.Now()
+			<-b.at(asked.Add(distance))
+			if took := time.Since(asked); took > distance || took < distance-distance/10 {
+				t.Errorf("it rings after %v, want %v or up to a tenth less", took, distance)
+			}
+		})
+	}
+}
+
+func TestABellOfAnotherClockIsNotBelieved(t *testing.T) {
+	var b bell
+	b.at(time.Now().Add(time.Millisecond))
+	synctest.Test(t, func(t *testing.T) { // whose clock starts in the year 2000
+		began := time.Now()
+		if <-b.at(began.Add(time.Second)); time.Since(began) != time.Second {
+			t.Errorf("it rings after %v, want 1s", time.Since(began))
+		}
+	})
+}

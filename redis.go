@@ -215,7 +215,7 @@ func (s *redisStore) Free(ctx context.Context, key string) error {
 	return nil
 }
 
-// redisLease is a key with our value: strings, as the commands want them.
+// redisLease is a key with our value: strings, as interfaces since each command would allocate them.
 type redisLease struct {
 	*redisStore
 	key, value any
@@ -296,26 +296,24 @@ func (u *until) Err() error {
 	}
 }
 
-// bell rings for calls of one kind, whose deadlines are about as far away for each. One timer serves all that are made within
-// bellSlack, and is left to fire, since to set and stop one for each call is a good part of what a lock costs.
-type bell struct{ next atomic.Pointer[ring] }
+// bell rings for calls of one kind, whose deadlines are as far away for each. One timer serves all that are made within a tenth of
+// that, and is left to fire, since to set and stop one for each call is a good part of what a lock costs.
+type bell struct{ next atomic.Pointer[peal] }
 
-type ring struct {
+type peal struct {
 	at   time.Time
 	rung chan struct{}
 }
 
-const bellSlack = 250 * time.Millisecond
-
-// at returns what is closed at a deadline, or up to bellSlack earlier.
+// at returns what is closed at a deadline, or up to a tenth of the time until then earlier.
 func (b *bell) at(deadline time.Time) <-chan struct{} {
-	r := b.next.Load()
-	if r == nil || deadline.Sub(r.at) > bellSlack {
-		r = &ring{deadline, make(chan struct{})}
-		time.AfterFunc(time.Until(r.at), func() { close(r.rung) })
-		b.next.Store(r)
+	p, left := b.next.Load(), time.Until(deadline)
+	if p == nil || deadline.Sub(p.at).Abs() > left/10 {
+		p = &peal{deadline, make(chan struct{})}
+		time.AfterFunc(left, func() { close(p.rung) })
+		b.next.Store(p)
 	}
-	return r.rung
+	return p.rung
 }
 
 // outages are the replies of a Redis that is there but can't serve the command now.

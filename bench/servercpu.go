@@ -21,8 +21,8 @@ var sends = map[string][]string{
 	rueidisL: {"evalsha"},
 }
 
-// serverCPU measures the server's processor time per pair in microseconds: in commands, and of its whole process. The server is
-// kept busy, since one that sleeps between its commands measures how long it takes to wake up.
+// serverCPU measures the server's processor time per pair in microseconds: in commands, and of its whole process. Many
+// clients ask at once, since a server that sleeps between its commands measures how long it takes to wake up.
 func serverCPU(ctx context.Context, env *environment) (commands, process map[string]samples, err error) {
 	env.progress("processor time of the server")
 	const clients = 64

@@ -68,13 +68,13 @@ func bareSide(rdb redis.UniversalClient) side {
 }
 
 // asOursSide is the two commands with redislock's key and value, which say who holds the lock, and with GET, which tells that to
-// the next who asks: what its locks would cost if the client's part of them were free.
+// the next who asks.
 func asOursSide(rdb redis.UniversalClient) side {
 	host, _ := os.Hostname()
+	start := fmt.Sprintf(`redislock/1 {"host":"%s","pid":%d,"since":"`, host, os.Getpid())
 	return side{name: asOurs, do: func(ctx context.Context, name string, work func(context.Context) error) error {
 		key := "redislock:{" + name + "}"
-		value := fmt.Sprintf(`redislock/1 {"host":"%s","pid":%d,"since":"%s","token":"%s"}`,
-			host, os.Getpid(), time.Now().UTC().Truncate(time.Millisecond).Format(time.RFC3339Nano), uuid.NewString())
+		value := start + time.Now().UTC().Truncate(time.Millisecond).Format(time.RFC3339Nano) + `","token":"` + uuid.NewString() + `"}`
 		set := redis.NewStatusCmd(ctx, "set", key, value, "nx", "get", "px", ttl.Milliseconds())
 		_ = rdb.Process(ctx, set)
 		if err := set.Err(); !errors.Is(err, redis.Nil) {
