@@ -49,8 +49,8 @@ func newScript(source string) *script {
 	return &script{s, source, s.Hash()}
 }
 
-// run runs the script, by its hash if the server knows it. The keys come first.
-func (s *script) run(ctx context.Context, rdb redis.UniversalClient, keys int, args ...any) *redis.Cmd {
+// call runs the script, by its hash if the server knows it. The keys come first.
+func (s *script) call(ctx context.Context, rdb redis.UniversalClient, keys int, args ...any) *redis.Cmd {
 	cmd := scriptCommand(ctx, "evalsha", s.hash, keys, args)
 	if _ = rdb.Process(ctx, cmd); isForgotten(cmd.Err()) {
 		cmd = scriptCommand(ctx, "eval", s.source, keys, args)
@@ -153,7 +153,7 @@ func setPlain(ctx context.Context, l *redisLease) (present string, _ int64, err 
 // setFenced is setPlain with a fencing number, by a script that extends what it finds to be ours itself.
 func setFenced(ctx context.Context, l *redisLease) (present string, fence int64, err error) {
 	counter := l.key.(string) + ":fence"
-	reply, err := acquireScript.run(ctx, l.rdb, 2, l.key, counter, l.value, l.ttl.Milliseconds(), fenceLifetime.Milliseconds()).Slice()
+	reply, err := acquireScript.call(ctx, l.rdb, 2, l.key, counter, l.value, l.ttl.Milliseconds(), fenceLifetime.Milliseconds()).Slice()
 	if err != nil {
 		return "", 0, err
 	}
@@ -227,7 +227,7 @@ func (r *redisLease) Bind(ctx context.Context, _ store.Owner) context.Context { 
 
 // Extend sets the TTL anew if the key is still ours.
 func (r *redisLease) Extend(ctx context.Context) error {
-	return extension(extendScript.run(ctx, r.rdb, 1, r.key, r.value, r.ttl.Milliseconds()))
+	return extension(extendScript.call(ctx, r.rdb, 1, r.key, r.value, r.ttl.Milliseconds()))
 }
 
 // extension reads the reply to the script.
@@ -253,7 +253,7 @@ func (r *redisLease) Release(ctx context.Context, end store.End) (work, err erro
 		script, args = doneScript, append(args, end.Marker, end.DoneFor.Milliseconds())
 	}
 	for {
-		reply, err := script.run(ctx, r.rdb, 1, args...).Int()
+		reply, err := script.call(ctx, r.rdb, 1, args...).Int()
 		switch {
 		case err == nil && reply == replyAnother, isWrongType(err):
 			// Or freed by a try whose reply was lost, and taken since; a loss is the safer guess.
@@ -270,7 +270,7 @@ func (r *redisLease) Release(ctx context.Context, end store.End) (work, err erro
 
 // GiveBack deletes the key if it is ours. If it fails, the key lapses within one TTL.
 func (r *redisLease) GiveBack(ctx context.Context) {
-	_ = releaseScript.run(ctx, r.rdb, 1, r.key, r.value).Err()
+	_ = releaseScript.call(ctx, r.rdb, 1, r.key, r.value).Err()
 }
 
 // until is the context of a prompt call. Unless detached, it has an error once its parent has ended, but nobody is told.

@@ -155,7 +155,7 @@ func madeUp(cost float64) *results {
 		allocs: by(plain, 10, cost), bytes: by(plain, 1000, cost*2), commands: by(plain, 5, cost), process: by(plain, 20, cost),
 		skips:    []skipRow{{"duplicate skipped, the lock is held by another process", math.Round(cost)}, {"duplicate skipped, the lock is held by this process", math.Floor(cost)}},
 		handOver: handOver{local: of(0.0009 * cost), remote: []remoteWait{{0.5, of(0.04 * cost)}}},
-		holdings: []holding{{10_000, 3, 15 * time.Second, nil}, {100_000, 3, time.Minute, nil}},
+		holdings: []holding{{locks: 10_000, rounds: 3, ttl: 15 * time.Second}, {locks: 100_000, rounds: 3, ttl: time.Minute}},
 		native:   []nativeRow{{"Redis 7.0", "release", "EVALSHA", of(50), of(5)}, {"Redis 7.0", "release", "DELIFEQ", nil, nil}},
 	}
 	for _, g := range concurrency {

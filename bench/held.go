@@ -44,11 +44,13 @@ func (h holding) window() time.Duration { return h.ttl / 3 }
 func holdings(env *environment) []holding {
 	const ttl = 6 * time.Second
 	if env.quick {
-		return []holding{{100, env.rounds, 3 * time.Second, nil}, {1000, env.rounds, 3 * time.Second, nil}}
+		return []holding{{locks: 100, rounds: env.rounds, ttl: 3 * time.Second}, {locks: 1000, rounds: env.rounds, ttl: 3 * time.Second}}
 	}
 	return []holding{
-		{100, env.rounds, ttl, nil}, {1000, env.rounds, ttl, nil}, {10_000, env.rounds, ttl, nil},
-		{100_000, min(env.rounds, 2), 5 * ttl, nil},
+		{locks: 100, rounds: env.rounds, ttl: ttl},
+		{locks: 1000, rounds: env.rounds, ttl: ttl},
+		{locks: 10_000, rounds: env.rounds, ttl: ttl},
+		{locks: 100_000, rounds: min(env.rounds, 2), ttl: 5 * ttl},
 	}
 }
 

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
+	"sync/atomic"
 
 	"github.com/redis/go-redis/v9"
 )
@@ -45,32 +46,40 @@ func serverCPU(ctx context.Context, env *environment) (commands, process map[str
 		if err := rdb.ConfigResetStat(ctx).Err(); err != nil {
 			return 0, err
 		}
-		if _, err := pairMicros(ctx, opened[name], clients, env.window()/2); err != nil {
+		s, n := counting(opened[name])
+		if _, err := pairMicros(ctx, s, clients, env.window()/2); err != nil {
 			return 0, err
 		}
 		after, err := serverTime(ctx, rdb)
 		if err != nil {
 			return 0, err
 		}
-		pairs, micros, err := commandMicros(ctx, rdb, sends[name])
-		if err != nil {
-			return 0, err
-		}
 		if round > 0 {
-			process[name] = append(process[name], (after-before)*1e6/pairs)
+			process[name] = append(process[name], (after-before)*1e6/float64(n.Load()))
 		}
-		return micros, nil
+		return commandMicros(ctx, rdb, sends[name], int(n.Load()))
 	})
 	return commands, process, err
 }
 
-// commandMicros is how many pairs were sent, and the time per pair in their commands.
-func commandMicros(ctx context.Context, rdb *redis.Client, sent []string) (pairs, micros float64, err error) {
+// counting returns the side, and how many pairs it has done.
+func counting(s side) (side, *atomic.Int64) {
+	var n atomic.Int64
+	do := s.do
+	s.do = func(ctx context.Context, name string, work func(context.Context) error) error {
+		n.Add(1)
+		return do(ctx, name, work)
+	}
+	return s, &n
+}
+
+// commandMicros is the time per pair in the commands that were sent. It fails if those are not two per pair.
+func commandMicros(ctx context.Context, rdb *redis.Client, sent []string, pairs int) (float64, error) {
 	info, err := rdb.InfoMap(ctx, "commandstats").Result()
 	if err != nil {
-		return 0, 0, err
+		return 0, err
 	}
-	calls, sum := 0, 0
+	calls, micros := 0, 0
 	for _, command := range sent {
 		for field := range strings.SplitSeq(info["Commandstats"]["cmdstat_"+command], ",") {
 			what, value, _ := strings.Cut(field, "=")
@@ -78,13 +87,12 @@ func commandMicros(ctx context.Context, rdb *redis.Client, sent []string) (pairs
 			case "calls":
 				calls += v
 			case "usec":
-				sum += v
+				micros += v
 			}
 		}
 	}
-	if calls == 0 {
-		return 0, 0, fmt.Errorf("the server counted no command: %v", info["Commandstats"])
+	if calls != 2*pairs {
+		return 0, fmt.Errorf("the server counted %d commands for %d pairs: %v", calls, pairs, info["Commandstats"])
 	}
-	pairs = float64(calls) / 2
-	return pairs, float64(sum) / pairs, nil
+	return float64(micros) / float64(pairs), nil
 }
