@@ -119,7 +119,7 @@ func TestMeasurements(t *testing.T) {
 		t.Errorf("the bare pair: %v allocations of %v bytes, %v", counts[bare], sizes[bare], err)
 	}
 	commands, process, err := serverCPU(t.Context(), env)
-	if err != nil || len(commands[rueidisL]) != 2*env.rounds || len(process[rueidisL]) != 2*env.rounds {
+	if err != nil || len(commands[rueidisL]) != env.pairRounds() || len(process[rueidisL]) != env.pairRounds() {
 		t.Errorf("server: %v in commands, %v in all, %v", commands, process, err)
 	}
 }

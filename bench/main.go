@@ -91,13 +91,19 @@ func (e *environment) progress(format string, args ...any) {
 	fmt.Fprintf(os.Stderr, time.Now().Format("15:04:05 ")+format+"\n", args...)
 }
 
-// window is how long the cost of a pair is measured each time.
+// window is how long the cost of a pair is measured each time, in pairRounds: short and often, so that all sides meet what
+// neighbours do to the machine.
 func (e *environment) window() time.Duration {
 	if e.quick {
-		return 20 * time.Millisecond
+		return 10 * time.Millisecond
 	}
-	return 500 * time.Millisecond
+	return 100 * time.Millisecond
 }
+
+func (e *environment) pairRounds() int { return 5 * e.rounds }
+
+// taskRounds is in how many rounds the tasks per second are measured.
+func (e *environment) taskRounds() int { return 3 * e.rounds }
 
 // count is how often something is done for one measurement.
 func (e *environment) count(n int) int {

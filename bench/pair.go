@@ -96,8 +96,8 @@ func pairs(ctx context.Context, env *environment) (map[int]map[string]samples, e
 		if err != nil {
 			return nil, err
 		}
-		micros[goroutines], err = interleave(2*env.rounds, names, func(name string, _ int) (float64, error) {
-			return pairMicros(ctx, opened[name], goroutines, env.window()/2)
+		micros[goroutines], err = interleave(env.pairRounds(), names, func(name string, _ int) (float64, error) {
+			return pairMicros(ctx, opened[name], goroutines, env.window())
 		})
 		closeAll()
 		if err != nil {

@@ -35,7 +35,7 @@ func serverCPU(ctx context.Context, env *environment) (commands, process map[str
 	rdb := client(env.s.addr)
 	defer rdb.Close()
 	process = make(map[string]samples)
-	commands, err = interleave(2*env.rounds, plain, func(name string, round int) (float64, error) {
+	commands, err = interleave(env.pairRounds(), plain, func(name string, round int) (float64, error) {
 		if err := repeat(ctx, opened[name], 1); err != nil { // loads scripts
 			return 0, err
 		}
@@ -47,7 +47,7 @@ func serverCPU(ctx context.Context, env *environment) (commands, process map[str
 			return 0, err
 		}
 		s, n := counting(opened[name])
-		if _, err := pairMicros(ctx, s, clients, env.window()/2); err != nil {
+		if _, err := pairMicros(ctx, s, clients, env.window()); err != nil {
 			return 0, err
 		}
 		after, err := serverTime(ctx, rdb)

@@ -35,7 +35,7 @@ func tasks(ctx context.Context, env *environment) (map[time.Duration]map[string]
 	rates := make(map[time.Duration]map[string]samples)
 	for _, busy := range handlerTimes {
 		env.progress("asynq server, %s", handlers(busy))
-		rates[busy], err = interleave(env.rounds, locksOfTasks, func(name string, _ int) (float64, error) {
+		rates[busy], err = interleave(env.taskRounds(), locksOfTasks, func(name string, _ int) (float64, error) {
 			return taskRate(ctx, env, opened[name], busy)
 		})
 		if err != nil {
