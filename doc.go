@@ -46,10 +46,10 @@
 // task which asynq recovers from a crashed worker, one to two minutes after the crash, does not meet its own dead lock.
 //
 // An acquire runs in the caller's goroutine where it ends in time by itself: with a TTL of 10 s or more, on a *redis.Client that
-// has ContextTimeoutEnabled, or a ReadTimeout of at most TTL/4, by which it may then take longer while Redis hangs. Where all
-// connections are in use, it may give up a tenth earlier. The end of a context is noticed when it returns, unless that is a
-// deadline which was known before. With ContextTimeoutEnabled, a handler's release does so, too. Other calls run in goroutines
-// of their own, which nobody waits for longer than said here.
+// has ContextTimeoutEnabled, or a ReadTimeout of at most TTL/4, by which it may then take longer while Redis hangs. The end of a
+// context is noticed when it returns, unless that is a deadline which was known before. With ContextTimeoutEnabled, a handler's
+// release does so, too. Either may give up a tenth of its time earlier while it waits for a connection or to try again. Other
+// calls run in goroutines of their own, which nobody waits for longer than said here.
 //
 // # Retries
 //

@@ -212,8 +212,7 @@ func TestRig(t *testing.T) {
 			classes = append(classes, m.class)
 		}
 	}
-	t.Run("no mistake", func(t *testing.T) {
-		t.Parallel() // they wait most of the time
+	t.Run("no mistake", func(t *testing.T) { // beside no builds of others
 		program, args := run(t, nil, classes...)
 		pass(t, program, args...)
 	})
@@ -222,7 +221,7 @@ func TestRig(t *testing.T) {
 			continue
 		}
 		t.Run(m.name, func(t *testing.T) {
-			t.Parallel()
+			t.Parallel() // they wait most of the time
 			program, args := run(t, m.edits, m.class)
 			find(t, m.found, program, args...)
 		})
