@@ -194,7 +194,7 @@ func TestSimulation(t *testing.T) {
 // TestRig runs some of the mutants as real processes.
 func TestRig(t *testing.T) {
 	if testing.Short() {
-		t.Skip("not with -short: a minute of real processes")
+		t.Skip("not with -short: a minute of real processes, which CI gives it in a step of its own")
 	}
 	if _, err := exec.LookPath("redis-server"); err != nil {
 		if os.Getenv("REDISLOCK_REQUIRE_SERVERS") != "" {
